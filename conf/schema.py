@@ -1,0 +1,307 @@
+"""The typed shape of the config: what Hydra checks the YAML files and the command line against.
+
+The settings of training itself stand beside their owner (pipeline/training/settings.py); here are those of the models
+and data sets, and how a composed config becomes plain objects.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra.core.config_store import ConfigStore
+from hydra.utils import to_absolute_path
+from omegaconf import DictConfig, OmegaConf
+
+from pipeline.training.settings import Settings, described
+
+
+@dataclass
+class Target:
+    """Something built by a function of models/ or data/: the fields are its arguments."""
+
+    function: ClassVar[str]
+    kind: ClassVar[str]
+    """"text" or "images": what a model takes and what a data set gives."""
+
+    def builder(self, **more: Any) -> Callable[[], Any]:
+        """The function with its arguments, picklable. Imported only now, so that help and composing stay quick."""
+        module, _, name = self.function.partition(":")
+        return partial(getattr(importlib.import_module(module), name), **self.arguments(), **more)
+
+    def arguments(self) -> dict[str, Any]:
+        """The fields that the function takes; a path is relative to where the command was given."""
+        fields = asdict(self)
+        return {name: to_absolute_path(value) if name == "path" else value for name, value in fields.items()}
+
+
+@dataclass
+class DataTarget(Target):
+    """What all data sets share."""
+
+    validation_batches: int = described(8, "held-out batches that a validation averages over")
+
+    def arguments(self) -> dict[str, Any]:
+        """Without what the trainer reads."""
+        return {name: value for name, value in super().arguments().items() if name != "validation_batches"}
+
+
+@dataclass
+class Gpt(Target):
+    """A GPT-2: models/gpt.py."""
+
+    function: ClassVar[str] = "models.gpt:gpt"
+    kind: ClassVar[str] = "text"
+    layers: int = described(4, "transformer blocks")
+    width: int = described(128, "features of a token")
+    heads: int = described(4, "attention heads; width must be a multiple")
+    context: int = described(128, "tokens in a sample")
+    vocabulary: int = described("${oc.select:data.vocabulary,256}", "different tokens; the default is the data's")
+    dropout: float = described(0.0, "share of activations dropped in training")
+    tie_embeddings: bool = described(True, "the output projection is the input embedding, as in GPT-2")
+
+
+@dataclass
+class ResNet(Target):
+    """A ResNet: models/resnet.py."""
+
+    function: ClassVar[str] = "models.resnet:resnet"
+    kind: ClassVar[str] = "images"
+    depth: int = described(152, "18, 50, 101 or 152")
+    classes: int = described("${oc.select:data.classes,1000}", "image classes; the default is the data's")
+
+
+@dataclass
+class Text(DataTarget):
+    """What the text sets share."""
+
+    kind: ClassVar[str] = "text"
+    context: int = described("${oc.select:model.context,128}", "tokens in a sample; the default is the model's")
+
+
+@dataclass
+class PythonText(Text):
+    """Python source as bytes."""
+
+    function: ClassVar[str] = "data.text:python_text"
+
+
+@dataclass
+class TextFile(Text):
+    """Your own text as bytes."""
+
+    function: ClassVar[str] = "data.text:text_file"
+    path: str = described("???", "a file, or a folder of files")
+    validation_fraction: float = described(0.1, "the last part of the text that is held out")
+    pattern: str = described("*", "which files of a folder")
+
+
+@dataclass
+class Tokens(Text):
+    """nanoGPT's token files."""
+
+    function: ClassVar[str] = "data.tokens:tokens"
+    path: str = described("???", "a folder with train.bin and val.bin (uint16)")
+    vocabulary: int = described(50257, "different tokens")
+
+
+@dataclass
+class SyntheticText(Text):
+    """Random tokens, for speed runs."""
+
+    function: ClassVar[str] = "data.synthetic:synthetic_text"
+    vocabulary: int = described(256, "different tokens")
+    fixed: bool = described(True, "the same batch every step")
+
+
+@dataclass
+class Glyphs(DataTarget):
+    """Characters drawn in many fonts."""
+
+    function: ClassVar[str] = "data.glyphs:glyphs"
+    kind: ClassVar[str] = "images"
+    size: int = described(64, "pixels a side")
+    classes: int = described(36, "0-9 and A-Z")
+
+
+@dataclass
+class Cifar10(DataTarget):
+    """CIFAR-10 in its Python format."""
+
+    function: ClassVar[str] = "data.cifar:cifar10"
+    kind: ClassVar[str] = "images"
+    path: str = described("???", "the folder that holds cifar-10-batches-py")
+    classes: int = described(10, "10")
+
+
+@dataclass
+class ImageFolder(DataTarget):
+    """ImageNet's layout."""
+
+    function: ClassVar[str] = "data.image_folder:image_folder"
+    kind: ClassVar[str] = "images"
+    path: str = described("???", "a folder with train/<class>/ and val/<class>/")
+    classes: int = described(1000, "class folders")
+    size: int = described(224, "pixels a side")
+    workers: int = described(4, "threads that decode")
+
+
+@dataclass
+class SyntheticImages(DataTarget):
+    """Random images, for speed runs."""
+
+    function: ClassVar[str] = "data.synthetic:synthetic_images"
+    kind: ClassVar[str] = "images"
+    classes: int = described(1000, "image classes")
+    size: int = described(224, "pixels a side")
+    fixed: bool = described(True, "the same batch every step")
+
+
+@dataclass
+class Config(Settings):
+    """The whole config."""
+
+    model: Any = described(None, "the model")
+    data: Any = described(None, "the data set")
+
+
+SCHEMAS: Mapping[str, Mapping[str, type[Target]]] = {
+    "model": {"gpt": Gpt, "resnet": ResNet},
+    "data": {
+        "python_text": PythonText,
+        "text_file": TextFile,
+        "tokens": Tokens,
+        "synthetic_text": SyntheticText,
+        "glyphs": Glyphs,
+        "cifar10": Cifar10,
+        "image_folder": ImageFolder,
+        "synthetic_images": SyntheticImages,
+    },
+}
+
+
+def register() -> None:
+    """Tell Hydra the schema; conf/config.yaml and the options of `model` and `data` start from it."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, nodes in SCHEMAS.items():
+        for name, node in nodes.items():
+            store.store(group=f"schema/{group}", name=name, node=node)
+    OmegaConf.register_new_resolver("fields", _fields_help, replace=True)
+    OmegaConf.register_new_resolver("groups", _groups_help, replace=True)
+    OmegaConf.register_new_resolver("run_directory", _run_directory, replace=True)
+    OmegaConf.register_new_resolver("output_subdirectory", _output_subdirectory, replace=True)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The composed config as plain objects, numbers and words checked.
+
+    Raises:
+        ValueError: a value is missing or unresolvable, a key that nothing reads was added, data and model don't fit, or
+            a setting is out of range.
+    """
+    unread = sorted(_unread(composed, Config()))
+    if unread:
+        known = [field.name for field in fields(Config)]
+        near = difflib.get_close_matches(unread[0].split(".")[-1], known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"nothing reads {', '.join(unread)}{hint}: drop the +, or see --help for the fields there are")
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ValueError(f"{missing[0]} has no value: give one on the command line, {missing[0]}=...")
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config), "conf/config.yaml starts from the schema"
+    config.check()
+    if config.data.validation_batches < 1:
+        raise ValueError(f"data.validation_batches={config.data.validation_batches} is too small: use 1 or more")
+    if config.model.kind != config.data.kind:
+        cures = {"text": "data=python_text or model=resnet18", "images": "data=glyphs or model=gpt"}
+        raise ValueError(
+            f"the model takes {config.model.kind} and the data gives {config.data.kind}: use {cures[config.model.kind]}"
+        )
+    return config
+
+
+def plain(composed: DictConfig) -> dict[str, Any]:
+    """The composed config, resolved, as nested dicts of plain values."""
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict), "the root of a config is a mapping"
+    return {str(key): value for key, value in values.items()}
+
+
+def _unread(node: DictConfig, shape: Any, path: str = "") -> Iterator[str]:
+    """Keys that were added with + and have no field."""
+    names = {field.name for field in fields(shape)}
+    for key in node:
+        value = node._get_node(key)
+        if key not in names:
+            yield f"{path}{key!s}"
+        elif isinstance(value, DictConfig) and not value._is_none():
+            inner = OmegaConf.get_type(value)
+            if inner is not None and is_dataclass(inner):
+                yield from _unread(value, inner, f"{path}{key!s}.")
+
+
+def _run_directory(moment: str) -> str:
+    """outputs/<date>/<time>; the ranks of an outer launcher, which compose one by one, all take rank 0's."""
+    if not _launched():
+        return f"outputs/{moment}"
+    from pipeline.training import rendezvous  # imports torch
+
+    return rendezvous.agree("run directory", lambda: f"outputs/{moment}")
+
+
+def _output_subdirectory() -> str | None:
+    """Where the composed config is written: by one rank alone."""
+    return ".hydra" if not _launched() or os.environ["RANK"] == "0" else None
+
+
+def _launched() -> bool:
+    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+# Help
+
+
+def _groups_help() -> str:
+    """Every config group with its options."""
+    folders = sorted(folder for folder in Path(__file__).parent.iterdir() if any(folder.glob("*.yaml")))
+    width = max(len(folder.name) for folder in folders)
+    return "\n".join(
+        f"  {folder.name:{width}}  {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
+        for folder in folders
+    )
+
+
+def _fields_help() -> str:
+    """Every field with its default and its line."""
+    rows = list(_field_rows(Settings(), ""))
+    for group, schemas in SCHEMAS.items():
+        owners: dict[tuple[str, str, str], list[str]] = {}
+        for option, schema in schemas.items():
+            for row in _field_rows(schema(), f"{group}."):
+                owners.setdefault(row, []).append(option)
+        for (name, default, text), options in owners.items():
+            suffix = "" if len(options) == len(schemas) else f" ({', '.join(options)})"
+            rows.append((name, default, text + suffix))
+    width = max(len(f"{name}={default}") for name, default, _ in rows)
+    return "\n".join(f"  {f'{name}={default}':{width}}  {text}" for name, default, text in rows)
+
+
+def _field_rows(settings: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            yield from _field_rows(value, f"{path}{field.name}.")
+        elif "help" in field.metadata:
+            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            # an interpolation would be resolved in the help text itself: show what it falls back to
+            if shown.startswith("${"):
+                shown = shown.removesuffix("}").rpartition(",")[2]
+            yield f"{path}{field.name}", shown, field.metadata["help"]

@@ -1,0 +1,43 @@
+"""What data is: two splits, each a pure function from a step number to a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+
+class Split(Protocol):
+    """The batches of one split, on the CPU, each a pure function of (seed, step): any rank may ask, in any order."""
+
+    def inputs(self, step: int) -> Tensor:
+        """Inputs of a step: int64 (batch, context) tokens, or float32 (batch, 3, height, width) images."""
+        ...
+
+    def targets(self, step: int) -> Tensor:
+        """Targets of a step, int64: (batch, context) next tokens, or (batch,) classes. Decodes no image."""
+        ...
+
+
+@dataclass(frozen=True)
+class Data:
+    """A training and a validation split.
+
+    The training split shuffles anew each epoch; the validation split has one fixed order, whatever the seed.
+    `units_per_sample` counts the loss's terms in a sample (tokens: the context; images: 1), `classes` what a target can
+    be (the vocabulary, or the number of image classes).
+    """
+
+    train: Split
+    validation: Split
+    kind: Literal["text", "images"]
+    units_per_sample: int
+    classes: int
+
+
+def require_positive(**sizes: int) -> None:
+    """ValueError naming the first size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"data needs a positive {name}, got {size}: use {name}=1 or more")

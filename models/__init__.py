@@ -1,0 +1,1 @@
+"""Models: ordered, named layers and a loss. Nothing here knows of pipelines."""

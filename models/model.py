@@ -1,0 +1,51 @@
+"""What a model is: an ordered list of named layers, a loss and the rules its weights are drawn by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Generator, Tensor, nn
+
+
+class Loss(Protocol):
+    """A sum over samples (tokens), so that parts of a batch add up whatever their sizes."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the losses of the samples (tokens), 0-dim."""
+        ...
+
+    def weight(self, targets: Tensor) -> int:
+        """Number of samples (tokens) that the sum runs over."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One indivisible piece of a model.
+
+    `build` draws no random number under `torch.device("meta")` or FakeTensorMode; weights come from `Model.initialize`.
+    `prefix` before the module's own parameter names gives the names in the whole model's state dict.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers run in order, the first on the data's inputs, the last giving the outputs that `loss` takes.
+
+    `initialize(name, tensor, generator)` fills one parameter or buffer in place: whole-model name, CPU tensor; an
+    unknown name is a ValueError. `tied` maps a parameter to the one it must stay equal to. `stochastic` says that a
+    layer draws random numbers when training.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    loss: Loss
+    initialize: Callable[[str, Tensor, Generator], None]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    stochastic: bool = False

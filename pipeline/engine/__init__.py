@@ -1,0 +1,1 @@
+"""The first floor: running a schedule's program with real tensors."""

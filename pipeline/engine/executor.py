@@ -1,0 +1,318 @@
+"""The loop: one rank's program, action by action. It decides nothing; the schedule did."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.activations import ActivationMeter, Held
+from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.stage import Stage
+from pipeline.engine.trace import Trace, clock_for
+from pipeline.engine.transport import Receive, Transport
+from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.grid import grid
+from pipeline.schedule.schedule import Schedule, channel, message
+from pipeline.schedule.simulate import Event
+
+
+class ActionError(RuntimeError):
+    """An action failed: where, with the schedule's grid around it. The cause is chained."""
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """One step's batch as this rank needs it: the microbatches' sizes, and the tensors of the end stages it holds."""
+
+    step: int
+    sizes: tuple[int, ...]
+    inputs: tuple[Tensor, ...] | None
+    targets: tuple[Tensor, ...] | None
+    weight: float
+    loss_scale: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@dataclass
+class Pass:
+    """What one microbatch leaves in one stage between its forward and the end of its backward."""
+
+    inputs: Tensor
+    output: Tensor | None = None
+    gradient: Tensor | None = None
+    held: list[Held] = field(default_factory=list)
+
+
+@dataclass
+class StepState:
+    """Everything a step knows. Born in `Executor.program`, gone with it."""
+
+    batch: Microbatches
+    trace: Trace
+    inputs: dict[int, Tensor]
+    passes: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    handover: dict[Hashable, Tensor] = field(default_factory=dict)
+    receives: dict[Hashable, Receive] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def loss(self) -> Tensor | None:
+        """The batch's loss, summed in microbatch order; None where the last stage is elsewhere."""
+        if not self.losses:
+            return None
+        return torch.stack([self.losses[microbatch] for microbatch in sorted(self.losses)]).sum()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a rank knows of a finished step."""
+
+    loss: Tensor | None
+    events: tuple[Event, ...]
+
+
+class Executor:
+    """Runs one rank's row of a lowered schedule.
+
+    Args:
+        rank: the row to run.
+        schedule: the complete program of all ranks: compute, recomputation and communication.
+        stages: the rank's stages by index.
+        boundaries: for each microbatch size what every stage receives (`pipeline.engine.boundary.boundaries`).
+        transport: moves messages; the other ranks' executors must use its other ends.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        boundaries: Mapping[int, Sequence[TensorSpec]],
+        transport: Transport,
+    ) -> None:
+        self.rank = rank
+        self.schedule = schedule
+        self.stages = stages
+        self._boundaries = boundaries
+        self._transport = transport
+        self._row = schedule.rows[rank]
+        self._device = next(iter(stages.values())).placement.device
+        self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
+        self._handlers = {
+            ActionType.F: self._evaluate if schedule.forward_only else self._forward,
+            ActionType.R: self._recompute,
+            ActionType.B: self._backward,
+            ActionType.I: self._backward_input,
+            ActionType.W: self._backward_weight,
+            ActionType.SEND_F: self._send,
+            ActionType.SEND_B: self._send,
+            ActionType.RECV_F: self._post_receive,
+            ActionType.RECV_B: self._post_receive,
+        }
+        self.meter: ActivationMeter | None = None
+        self.position = 0
+        self.completed = 0
+
+    def program(self, batch: Microbatches) -> Generator[Action, None, StepResult]:
+        """Run one step. Yields the action at hand whenever its message has not arrived and the transport can't block.
+
+        The generator's return value is the `StepResult`.
+
+        Raises:
+            ActionError: an action failed; the cause is chained.
+        """
+        state = StepState(batch, Trace(self.rank, clock_for(self._device)), self._split_inputs(batch))
+        self._set_mode()
+        for position, action in enumerate(self._row):
+            self.position = position
+            awaited = self._awaited(action, state)
+            while awaited is not None and not awaited.arrived():
+                yield action
+            try:
+                self._run(action, state, awaited)
+            except Exception as error:
+                raise ActionError(self._describe(action, batch.step, error)) from error
+            self.completed += 1
+        self._transport.finish_step()
+        return StepResult(state.loss(), state.trace.events())
+
+    def _run(self, action: Action, state: StepState, awaited: Receive | None) -> None:
+        if not action.type.is_compute:
+            self._handlers[action.type](state, action)
+            return
+        if awaited is not None:
+            state.handover[_needed(action)] = awaited.wait()
+        start = state.trace.mark()
+        self._handlers[action.type](state, action)
+        state.trace.add(action, start)
+
+    def _awaited(self, action: Action, state: StepState) -> Receive | None:
+        return state.receives.pop(_needed(action), None) if action.type in _CONSUMERS else None
+
+    # Compute
+
+    def _forward(self, state: StepState, action: Action) -> None:
+        recomputed = (action.stage, action.microbatch) in self._recomputed
+        passed = Pass(self._take_inputs(state, action))
+        state.passes[action.stage, action.microbatch] = passed
+        self._hold(passed, passed.inputs)
+        with self._watch(not recomputed), torch.set_grad_enabled(not recomputed):
+            output = self._stage_forward(state, action, passed.inputs)
+        if not recomputed:
+            passed.output = output
+        self._hand_on(state, action, output.detach(), None if recomputed else passed)
+
+    def _evaluate(self, state: StepState, action: Action) -> None:
+        with torch.no_grad():
+            output = self._stage_forward(state, action, self._take_inputs(state, action))
+        self._hand_on(state, action, output, None)
+
+    def _recompute(self, state: StepState, action: Action) -> None:
+        passed = state.passes[action.stage, action.microbatch]
+        with self.stages[action.stage].recomputing(), self._watch(True), torch.enable_grad():
+            passed.output = self._stage_forward(state, action, passed.inputs)
+
+    def _backward(self, state: StepState, action: Action) -> None:
+        passed = state.passes.pop((action.stage, action.microbatch))
+        assert passed.output is not None, "validated: F or R comes before B"
+        torch.autograd.backward(passed.output, self._take_gradient(state, action, passed.output))
+        self._hand_back(state, action, passed.inputs.grad, passed.inputs)
+
+    def _backward_input(self, state: StepState, action: Action) -> None:
+        passed = state.passes[action.stage, action.microbatch]
+        assert passed.output is not None, "validated: F or R comes before I"
+        passed.gradient = self._take_gradient(state, action, passed.output)
+        if passed.inputs.requires_grad:
+            (gradient,) = torch.autograd.grad(
+                passed.output, passed.inputs, passed.gradient, retain_graph=True, allow_unused=True
+            )
+            self._hand_back(state, action, gradient, passed.inputs)
+
+    def _backward_weight(self, state: StepState, action: Action) -> None:
+        passed = state.passes.pop((action.stage, action.microbatch))
+        parameters = [p for _, p in self.stages[action.stage].named_parameters() if p.requires_grad]
+        assert passed.output is not None, "validated: I comes before W"
+        if parameters:
+            torch.autograd.backward(passed.output, passed.gradient, inputs=parameters)
+
+    def _stage_forward(self, state: StepState, action: Action, inputs: Tensor) -> Tensor:
+        stage, batch = self.stages[action.stage], state.batch
+        targets = None
+        if stage.loss is not None:
+            assert batch.targets is not None, "the last stage's rank loads the targets"
+            targets = batch.targets[action.microbatch].to(self._device)
+        return stage.forward(inputs, targets, weight=batch.weight, step=batch.step, microbatch=action.microbatch)
+
+    # What goes in and out of a pass
+
+    def _take_inputs(self, state: StepState, action: Action) -> Tensor:
+        if self.stages[action.stage].first:
+            return state.inputs.pop(action.microbatch)
+        inputs = state.handover.pop(_needed(action))
+        return inputs if self.schedule.forward_only else inputs.requires_grad_(inputs.is_floating_point())
+
+    def _hand_on(self, state: StepState, action: Action, output: Tensor, passed: Pass | None) -> None:
+        if self.stages[action.stage].loss is not None:
+            state.losses[action.microbatch] = output
+            return
+        self._check(output, self._spec(state, action.stage + 1, action.microbatch), action)
+        if passed is not None:
+            self._hold(passed, output)
+        state.handover[message(Action(action.stage, ActionType.SEND_F, action.microbatch))] = output
+
+    def _take_gradient(self, state: StepState, action: Action, output: Tensor) -> Tensor:
+        if self.stages[action.stage].loss is not None:
+            return output.new_full((), state.batch.loss_scale)
+        return state.handover.pop(_needed(action))
+
+    def _hand_back(self, state: StepState, action: Action, gradient: Tensor | None, inputs: Tensor) -> None:
+        if not self.stages[action.stage].first:
+            gradient = torch.zeros_like(inputs) if gradient is None else gradient
+            self._check(gradient, self._spec(state, action.stage, action.microbatch), action)
+            state.handover[message(Action(action.stage, ActionType.SEND_B, action.microbatch))] = gradient
+
+    # Communication
+
+    def _send(self, state: StepState, action: Action) -> None:
+        self._transport.send(
+            channel(action, self.schedule.stage_to_rank), message(action), state.handover.pop(message(action))
+        )
+
+    def _post_receive(self, state: StepState, action: Action) -> None:
+        stage = action.stage if action.type is ActionType.RECV_F else action.stage + 1
+        state.receives[message(action)] = self._transport.receive(
+            channel(action, self.schedule.stage_to_rank),
+            message(action),
+            self._spec(state, stage, action.microbatch),
+        )
+
+    # Small things
+
+    def _spec(self, state: StepState, stage: int, microbatch: int) -> TensorSpec:
+        return self._boundaries[state.batch.sizes[microbatch]][stage]
+
+    def _check(self, tensor: Tensor, expected: TensorSpec, action: Action) -> None:
+        found = TensorSpec.of(tensor)
+        if found != expected:
+            raise TypeError(f"stage {action.stage} made {found} for its neighbor, which expects {expected}")
+
+    def _split_inputs(self, batch: Microbatches) -> dict[int, Tensor]:
+        if 0 not in self.stages or batch.inputs is None:
+            return {}
+        dtype = self.stages[0].placement.dtype
+        return {
+            # a copy of its own for each, so that a microbatch's input is freed with the microbatch
+            index: tensor.to(self._device, dtype if tensor.is_floating_point() else None, copy=True)
+            for index, tensor in enumerate(batch.inputs)
+        }
+
+    def _set_mode(self) -> None:
+        for stage in self.stages.values():
+            stage.train(not self.schedule.forward_only)
+
+    def _watch(self, saving: bool) -> AbstractContextManager[object]:
+        return self.meter.watch() if self.meter is not None and saving else nullcontext()
+
+    def _hold(self, passed: Pass, tensor: Tensor) -> None:
+        if self.meter is not None:
+            passed.held.append(self.meter.hold(tensor))
+
+    def _describe(self, action: Action, step: int, error: Exception) -> str:
+        marked = grid(self.schedule, mark={(self.rank, self.position)}, width=160)
+        return f"rank {self.rank} failed in {action} (microbatch {action.microbatch}) of step {step}: {error}\n{marked}"
+
+
+_CONSUMERS = frozenset({ActionType.F, ActionType.B, ActionType.I})
+
+
+def _needed(action: Action) -> Hashable:
+    kind = ActionType.RECV_F if action.type is ActionType.F else ActionType.RECV_B
+    return message(Action(action.stage, kind, action.microbatch))
+
+
+def run(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> list[StepResult]:
+    """Run one step of several ranks that share a process, taking turns whenever a message is missing.
+
+    With one executor on a blocking transport this is a plain run to the end.
+
+    Raises:
+        RuntimeError: no rank can go on (a validated schedule can't do this).
+    """
+    programs = {executor.rank: executor.program(batch) for executor, batch in zip(executors, batches, strict=True)}
+    results: dict[int, StepResult] = {}
+    while programs:
+        before = sum(executor.completed for executor in executors)
+        for rank, program in list(programs.items()):
+            try:
+                next(program)
+            except StopIteration as stop:
+                results[rank] = stop.value
+                del programs[rank]
+        if programs and before == sum(executor.completed for executor in executors):
+            raise RuntimeError(f"ranks {sorted(programs)} wait for messages that nobody sends")
+    return [results[executor.rank] for executor in executors]

@@ -1,0 +1,112 @@
+"""One stage: its layers, and the passes through them that a schedule's actions ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipeline.engine.boundary import Autocast
+from pipeline.engine.materialize import materialize, named_tensors
+from pipeline.engine.model import Layer, Loss, Model
+from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a run computes: the device, the parameters' dtype, autocast, and the seed of everything random."""
+
+    device: torch.device
+    dtype: torch.dtype
+    autocast: Autocast
+    seed: int
+
+
+class Stage:
+    """A contiguous run of a model's layers, with memory and starting values on one device.
+
+    Holds parameters and buffers only: what a microbatch leaves between its actions belongs to the step that asks.
+    """
+
+    def __init__(self, index: int, layers: Sequence[Layer], model: Model, placement: Placement, *, last: bool) -> None:
+        self.index = index
+        self.first = index == 0
+        self.loss: Loss | None = model.loss if last else None
+        self.placement = placement
+        self.layers = tuple(layers)
+        self.modules = tuple(
+            materialize(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
+            for layer in layers
+        )
+        self._seeds = tuple(name_seed(placement.seed, layer.name) for layer in layers) if model.stochastic else ()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under their whole-model names."""
+        for layer, module in zip(self.layers, self.modules, strict=True):
+            yield from module.named_parameters(layer.prefix.rstrip("."))
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers under their whole-model names."""
+        for layer, module in zip(self.layers, self.modules, strict=True):
+            yield from named_tensors(module, layer.prefix)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This stage's part of the whole model's state dict: the union over stages loads with `strict=True`."""
+        state: dict[str, Tensor] = {}
+        for layer, module in zip(self.layers, self.modules, strict=True):
+            module.state_dict(destination=state, prefix=layer.prefix)
+        return state
+
+    def tie(self, alias: str, owner: nn.Parameter) -> None:
+        """Make the parameter called `alias` the very parameter `owner`, which this rank holds too."""
+        for layer, module in zip(self.layers, self.modules, strict=True):
+            path, _, key = alias.removeprefix(layer.prefix).rpartition(".")
+            if alias.startswith(layer.prefix) and any(name == alias for name, _ in named_tensors(module, layer.prefix)):
+                setattr(module.get_submodule(path), key, owner)
+
+    def train(self, mode: bool) -> None:
+        """Switch every layer between training and evaluation."""
+        for module in self.modules:
+            module.train(mode)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None, *, weight: float, step: int, microbatch: int) -> Tensor:
+        """The stage's output, or on the last stage the microbatch's share of the loss.
+
+        Args:
+            inputs: the microbatch as the stage before sent it, or the model's input.
+            targets: the microbatch's targets; used by the last stage alone.
+            weight: the number of samples (tokens) in the whole batch, which the summed loss is divided by here and
+                nowhere else.
+            step, microbatch: with the seed and the layer's name they decide every random number.
+        """
+        with self.placement.autocast():
+            value = inputs
+            for position, module in enumerate(self.modules):
+                if self._seeds:
+                    seed_layer(mixed_seed(self._seeds[position], step, microbatch), self.placement.device)
+                value = module(value)
+            if self.loss is None:
+                return value
+            assert targets is not None, "the last stage's rank loads the targets"
+            return self.loss(value, targets) / weight
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """While open, BatchNorm normalizes as in training but leaves its running statistics: they moved in F."""
+        norms = [
+            module
+            for layer in self.modules
+            for module in layer.modules()
+            if isinstance(module, _BatchNorm) and module.track_running_stats
+        ]
+        for norm in norms:
+            norm.track_running_stats = False
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.track_running_stats = True

@@ -1,0 +1,1 @@
+"""Pictures of a run: the measured timeline over the predicted one."""

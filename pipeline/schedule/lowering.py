@@ -1,0 +1,140 @@
+"""Passes from a schedule to a schedule that turn bare compute rows into a complete program.
+
+Each pass is pure. `lower` runs them all: recomputation, then sends and receives, then earlier receives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+
+from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.errors import schedule_error
+from pipeline.schedule.schedule import Channel, Message, Schedule, channel, message
+
+
+def lower(schedule: Schedule, *, activation_checkpoint: str = "never", prefetch: int = 2) -> Schedule:
+    """The complete program: compute, recomputation, sends and receives.
+
+    `activation_checkpoint` says which microbatches are recomputed: none, all but the last (as in GPipe), or all.
+    ValueError for another word, a negative prefetch, or a schedule that is lowered already.
+    """
+    last = schedule.microbatches - 1
+    rules: dict[str, Callable[[int, int], bool]] = {
+        "never": lambda stage, microbatch: False,
+        "except_last": lambda stage, microbatch: microbatch != last,
+        "always": lambda stage, microbatch: True,
+    }
+    if activation_checkpoint not in rules:
+        raise ValueError(f"activation_checkpoint is {activation_checkpoint!r}: use one of {', '.join(rules)}")
+    recomputing = place_recomputation(schedule, rules[activation_checkpoint])
+    return hoist_receives(add_communication(recomputing), prefetch)
+
+
+def place_recomputation(schedule: Schedule, recomputed: Callable[[int, int], bool]) -> Schedule:
+    """Put an R directly before each backward (B or I) of which `recomputed(stage, microbatch)` holds.
+
+    R needs no gradient: it runs while the gradient is still on its way, and the backward waits.
+    """
+
+    def with_recomputation(row: Iterable[Action]) -> Iterator[Action]:
+        for action in row:
+            if action.type.is_backward and recomputed(action.stage, action.microbatch):
+                yield Action(action.stage, ActionType.R, action.microbatch)
+            yield action
+
+    return schedule.with_rows(with_recomputation(row) for row in schedule.rows)
+
+
+def add_communication(schedule: Schedule) -> Schedule:
+    """Put each send directly after its producer and each receive directly before its consumer.
+
+    Only where the two stages are on different ranks. A receive comes earlier where the sender's order asks for it: the
+    n-th receive of a channel takes its n-th send. ValueError for a schedule lowered already, ScheduleError where a
+    consumer's producer is missing.
+    """
+    if schedule.is_lowered:
+        raise ValueError(f"schedule {schedule.name} holds sends and receives already: use compute_only() first")
+    sending = schedule.with_rows(_with_sends(schedule, row) for row in schedule.rows)
+    unreceived: dict[Channel, deque[Message]] = defaultdict(deque)
+    for action in (action for row in sending.rows for action in row if action.type.is_send):
+        unreceived[channel(action, schedule.stage_to_rank)].append(message(action))
+    return sending.with_rows(_with_receives(sending, rank, unreceived) for rank in range(schedule.pp))
+
+
+def hoist_receives(schedule: Schedule, prefetch: int) -> Schedule:
+    """Post receives earlier, in the order they have, so that transfers overlap with compute.
+
+    Directly before a compute action, at most `prefetch` receives are posted beyond those that it and the actions before
+    it need; 0 changes nothing. ValueError for a negative prefetch.
+    """
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}: use 0 or more")
+    return schedule.with_rows(_hoisted(row, prefetch) for row in schedule.rows)
+
+
+def _with_sends(schedule: Schedule, row: Iterable[Action]) -> Iterator[Action]:
+    for action in row:
+        yield action
+        if action.type is ActionType.F:
+            send, neighbor = ActionType.SEND_F, action.stage + 1
+        elif action.type.is_backward:
+            send, neighbor = ActionType.SEND_B, action.stage - 1
+        else:
+            continue
+        if _crosses_ranks(schedule, action.stage, neighbor):
+            yield Action(action.stage, send, action.microbatch)
+
+
+def _with_receives(schedule: Schedule, rank: int, unreceived: dict[Channel, deque[Message]]) -> Iterator[Action]:
+    posted: set[Action] = set()
+    for position, action in enumerate(schedule.rows[rank]):
+        receive = _receive_for(schedule, action)
+        while receive is not None and receive not in posted:
+            waiting = unreceived[channel(receive, schedule.stage_to_rank)]
+            if not waiting:
+                wanted = message(receive)
+                raise schedule_error(
+                    f"{action} on rank {rank} takes the {wanted.kind} of stage {wanted.source_stage}, microbatch "
+                    f"{wanted.microbatch}, which no rank computes for it",
+                    schedule,
+                    [(rank, position)],
+                )
+            moved = waiting.popleft()
+            post = Action(moved.destination_stage, receive.type, moved.microbatch)
+            posted.add(post)
+            yield post
+        yield action
+
+
+def _receive_for(schedule: Schedule, action: Action) -> Action | None:
+    """The receive that brings what `action` consumes, if another rank makes it."""
+    if action.type is ActionType.F:
+        receive, neighbor = ActionType.RECV_F, action.stage - 1
+    elif action.type.is_backward:
+        receive, neighbor = ActionType.RECV_B, action.stage + 1
+    else:
+        return None
+    return (
+        Action(action.stage, receive, action.microbatch) if _crosses_ranks(schedule, action.stage, neighbor) else None
+    )
+
+
+def _crosses_ranks(schedule: Schedule, stage: int, neighbor: int) -> bool:
+    ranks = schedule.stage_to_rank
+    return 0 <= neighbor < len(ranks) and ranks[stage] != ranks[neighbor]
+
+
+def _hoisted(row: tuple[Action, ...], prefetch: int) -> Iterator[Action]:
+    receives = [action for action in row if action.type.is_receive]
+    needed = posted = 0
+    for action in row:
+        if action.type.is_receive:
+            needed += 1
+            continue
+        if action.type.is_compute:
+            window = min(needed + prefetch, len(receives))
+            yield from receives[posted:window]
+            posted = max(posted, window)
+        yield action
+    yield from receives[posted:]

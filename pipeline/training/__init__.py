@@ -1,0 +1,1 @@
+"""The second floor: running a training job, and writing down what it did."""

@@ -1,0 +1,117 @@
+"""What ranks do together besides passing activations and gradients: gathering, and summing tied gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.engine.distributed import new_group
+
+T = TypeVar("T")
+
+
+class Group(Protocol):
+    """All ranks of a run. Every process must make the same calls in the same order."""
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks in this process, ascending."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+
+    def gather_floats(self, values: Sequence[float]) -> list[float]:
+        """One float64 from each local rank in, those of all ranks out, in rank order, on every process."""
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        """Any picklable from each local rank in, those of all ranks out, in rank order, on every process."""
+
+    def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
+        """Replace each local gradient (by rank) with the sum over the ranks in `key`, in place."""
+
+
+class LocalGroup:
+    """All ranks in this process."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Every rank."""
+        return tuple(range(self._size))
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self._size
+
+    def gather_floats(self, values: Sequence[float]) -> list[float]:
+        """The values: they are all here."""
+        return list(values)
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        """The values: they are all here."""
+        return list(values)
+
+    def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
+        """Sum in rank order and copy to all."""
+        total = gradients[key[0]].clone()
+        for rank in key[1:]:
+            total += gradients[rank]
+        for gradient in gradients.values():
+            gradient.copy_(total)
+
+
+class DistributedGroup:
+    """One rank a process. Small things go over gloo; tied gradients over `backend`, where the tensors are.
+
+    Args:
+        tied: the sets of ranks that `sum_gradients` will be called for, the same on every rank.
+        backend: "nccl" or "gloo"; gloo stages GPU tensors through the host.
+        timeout: seconds a collective may take.
+    """
+
+    def __init__(self, rank: int, size: int, *, tied: Sequence[tuple[int, ...]], backend: str, timeout: float) -> None:
+        self._rank, self._size, self._backend = rank, size, backend
+        self._control = new_group(range(size), "gloo", timeout)
+        self._tied = {key: new_group(key, backend, timeout) for key in sorted(set(tied))}
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """This rank."""
+        return (self._rank,)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self._size
+
+    def gather_floats(self, values: Sequence[float]) -> list[float]:
+        """An all-gather of one float64."""
+        (value,) = values
+        gathered = [torch.empty((), dtype=torch.float64) for _ in range(self._size)]
+        dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64), group=self._control)
+        return [entry.item() for entry in gathered]
+
+    def gather(self, values: Sequence[T]) -> list[T]:
+        """An all-gather of a pickled object."""
+        (value,) = values
+        gathered: list[T] = [value] * self._size
+        dist.all_gather_object(gathered, value, group=self._control)
+        return gathered
+
+    def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
+        """An all-reduce among the ranks that hold a copy."""
+        for gradient in gradients.values():
+            if self._backend == "gloo" and gradient.device.type != "cpu":
+                staged = gradient.cpu()
+                dist.all_reduce(staged, group=self._tied[key])
+                gradient.copy_(staged)
+            else:
+                dist.all_reduce(gradient, group=self._tied[key])

@@ -1,0 +1,155 @@
+"""A whole run: from a checked plan to trained ranks, in one process or several, and the record of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.engine.distributed import DistributedTransport, channels, open_channels
+from pipeline.engine.model import Model
+from pipeline.engine.stage import Placement
+from pipeline.engine.transport import InProcessTransport, Transport
+from pipeline.training import rendezvous
+from pipeline.training.devices import Devices
+from pipeline.training.group import DistributedGroup, Group, LocalGroup
+from pipeline.training.launch import launch
+from pipeline.training.plan import Plan
+from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.rank import Rank
+from pipeline.training.recorder import Recorder
+from pipeline.training.settings import Settings
+from pipeline.training.trainer import Data, Trainer
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[object], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a rank needs to begin. Picklable: models and data are built where they are used.
+
+    Args:
+        build_model: makes the model's description; called in every process.
+        build_data: opens the data; called where the first or the last stage is.
+    """
+
+    settings: Settings
+    plan: Plan
+    devices: Devices
+    build_model: Callable[[], Model]
+    build_data: Callable[[], Data]
+    validation_batches: int
+
+
+def check_launch(settings: Settings) -> None:
+    """Refuse ranks of an outer launcher (torchrun) that don't fit the settings.
+
+    Raises:
+        ValueError: their number isn't `pp`, or the ranks should be in one process.
+    """
+    if not rendezvous.is_launched():
+        return
+    started = rendezvous.world_size()
+    if settings.launch == "in_process":
+        raise ValueError(f"launch=in_process under a launcher that started {started} processes: use plain python")
+    if started != settings.pp:
+        raise ValueError(f"the launcher started {started} processes and pp={settings.pp}: use pp={started}")
+
+
+def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
+    """Run the job to its end and record it.
+
+    Args:
+        recorder: started here and finished in every case; None on the ranks of an outer launcher that don't record.
+        log_file: where local ranks log.
+
+    Raises:
+        RankFailure: a rank of a local launch failed; all are gone.
+        Exception: whatever ended a rank in this process.
+    """
+    with _recorded(recorder) as report:
+        if rendezvous.is_launched():
+            _train_here(job, report)
+        elif job.settings.launch == "in_process":
+            _train_in_process(job, report)
+        else:
+            launch(_train_here, job, job.settings.pp, on_message=report, log_file=log_file)
+
+
+@contextlib.contextmanager
+def _recorded(recorder: Recorder | None) -> Iterator[Report]:
+    if recorder is None:
+        yield lambda message: None
+        return
+    recorder.start()
+    try:
+        yield recorder
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+        recorder.finish("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}")
+        raise
+    recorder.finish("finished")
+
+
+def _train_here(job: Job, report: Report) -> None:
+    """One rank of several processes."""
+    settings, number = job.settings, rendezvous.rank()
+    device = job.devices.of(int(os.environ.get("LOCAL_RANK", number)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rendezvous.join(settings.timeout)
+    try:
+        used = channels([job.plan.program, job.plan.evaluation])
+        groups = open_channels(used, number, job.devices.backend, settings.timeout)
+        transport = DistributedTransport(groups, device, job.devices.backend, settings.timeout)
+        group = DistributedGroup(
+            number,
+            settings.pp,
+            tied=list(job.plan.tied_ranks().values()),
+            backend=job.devices.backend,
+            timeout=settings.timeout,
+        )
+        _train_ranks(job, [number], device, transport, group, report)
+    finally:
+        rendezvous.leave()
+
+
+def _train_in_process(job: Job, report: Report) -> None:
+    """All ranks, taking turns."""
+    ranks = list(range(job.settings.pp))
+    _train_ranks(job, ranks, job.devices.of(0), InProcessTransport(), LocalGroup(job.settings.pp), report)
+
+
+def _train_ranks(
+    job: Job, numbers: Sequence[int], device: torch.device, transport: Transport, group: Group, report: Report
+) -> None:
+    settings, model = job.settings, job.build_model()
+    placement = Placement(
+        device, parameter_dtype(settings.precision), autocast(settings.precision, device.type), settings.seed
+    )
+    _log.info(
+        "%s on %s",
+        ", ".join(f"rank {number}: stages {job.plan.schedule.stages_of(number)}" for number in numbers),
+        device,
+    )
+    ranks = [Rank(number, job.plan, model, placement, transport, settings.optimizer) for number in numbers]
+    ends = any(rank.holds_first or rank.holds_last for rank in ranks)
+    trainer = Trainer(
+        settings,
+        job.plan,
+        ranks,
+        model.loss,
+        job.build_data() if ends else None,
+        group,
+        validation_batches=job.validation_batches,
+        shared_memory=job.devices.shared,
+        report=report,
+    )
+    trainer.train()

@@ -1,0 +1,194 @@
+"""Everything decided before a process starts: the cut, the program, the messages, and what to expect of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from pipeline import partition
+from pipeline.engine.boundary import TensorSpec, boundaries
+from pipeline.engine.model import Model
+from pipeline.schedule.library import forward_only, write
+from pipeline.schedule.lowering import lower
+from pipeline.schedule.schedule import Schedule
+from pipeline.schedule.simulate import Simulation, nominal_costs, simulate
+from pipeline.schedule.validate import validate
+from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One layer's name and the sizes of its parameters by whole-model name."""
+
+    name: str
+    parameters: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank must agree on. Picklable; a pure function of settings, model and the input's shape."""
+
+    schedule: Schedule
+    """As written: compute actions alone."""
+    program: Schedule
+    """Lowered: what the executors run."""
+    evaluation: Schedule
+    """The lowered forward-only program for validation."""
+    layers: tuple[LayerSize, ...]
+    counts: tuple[int, ...]
+    """How many consecutive layers each stage holds."""
+    tied: Mapping[str, str]
+    boundaries: Mapping[int, tuple[TensorSpec, ...]]
+    """By microbatch size: what each stage receives, and last what the loss receives."""
+    microbatch_sizes: tuple[int, ...]
+    predicted: Simulation
+    """The program under nominal costs: F=1 and B=2 a stage (divided by the stages a rank holds), R=F, no transfer."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, a tied one once."""
+        return sum(size for layer in self.layers for name, size in layer.parameters.items() if name not in self.tied)
+
+    def layers_of(self, stage: int) -> range:
+        """The indices of a stage's layers."""
+        start = sum(self.counts[:stage])
+        return range(start, start + self.counts[stage])
+
+    def stage_parameters(self, stage: int) -> int:
+        """The parameters a stage holds, tied copies included."""
+        return sum(sum(self.layers[index].parameters.values()) for index in self.layers_of(stage))
+
+    def rank_parameters(self, rank: int) -> int:
+        """The parameters a rank holds: a tied pair on one rank is one."""
+        held = [name for stage in self.schedule.stages_of(rank) for name in self._names(stage)]
+        sizes = {name: size for layer in self.layers for name, size in layer.parameters.items()}
+        return sum(sizes[name] for name in held if self.tied.get(name) not in held)
+
+    def rank_of(self, parameter: str) -> int:
+        """The rank that holds a parameter."""
+        for stage, rank in enumerate(self.schedule.stage_to_rank):
+            if parameter in self._names(stage):
+                return rank
+        raise KeyError(parameter)
+
+    def tied_ranks(self) -> dict[str, tuple[int, ...]]:
+        """For each tied owner held by more than one rank: those ranks, ascending."""
+        holders: dict[str, set[int]] = {}
+        for alias, owner in self.tied.items():
+            holders.setdefault(owner, {self.rank_of(owner)}).add(self.rank_of(alias))
+        return {owner: tuple(sorted(ranks)) for owner, ranks in holders.items() if len(ranks) > 1}
+
+    def check_targets(self, classes: int) -> None:
+        """Refuse a model whose last layer tells fewer classes (tokens) apart than the data's targets name.
+
+        Raises:
+            ValueError: both numbers and the cure.
+        """
+        outputs = self.boundaries[self.microbatch_sizes[0]][-1].shape[-1]
+        if outputs < classes:
+            raise ValueError(
+                f"the model tells {outputs} classes apart and the data has {classes}: "
+                f"use model.vocabulary={classes} (gpt) or model.classes={classes} (resnet)"
+            )
+
+    def _names(self, stage: int) -> list[str]:
+        return [name for index in self.layers_of(stage) for name in self.layers[index].parameters]
+
+
+def make_plan(settings: Settings, model: Model, inputs: TensorSpec, device: torch.device) -> Plan:
+    """Decide and check everything that needs no process.
+
+    Args:
+        settings: checked already (`Settings.check`).
+        model: nothing of it is given memory.
+        inputs: one whole batch of the model's input.
+        device: its type decides autocast's rules.
+
+    Raises:
+        ValueError: the schedule, the cut or the batch can't be, with the values and the cure.
+    """
+    schedule = write_schedule(settings)
+    validate(schedule)
+    layers = layer_sizes(model)
+    counts = cut(settings, layers, schedule.stages)
+    program = _lowered(settings, schedule)
+    evaluation = lower(forward_only(schedule.stage_to_rank, settings.microbatches), prefetch=settings.prefetch)
+    for lowered in (program, evaluation):
+        validate(lowered)
+    sizes = microbatch_sizes(inputs.shape[0], settings.microbatches)
+    return Plan(
+        schedule=schedule,
+        program=program,
+        evaluation=evaluation,
+        layers=layers,
+        counts=counts,
+        tied=dict(model.tied),
+        boundaries={size: _boundaries(settings, model, counts, inputs, size, device) for size in sorted(set(sizes))},
+        microbatch_sizes=sizes,
+        predicted=simulate(program, nominal_costs(settings.schedule.stages_per_rank)),
+    )
+
+
+def write_schedule(settings: Settings) -> Schedule:
+    """The compute-only schedule that the settings name."""
+    chosen = settings.schedule
+    several = {"stages_per_rank": chosen.stages_per_rank} if chosen.stages_per_rank != 1 else {}
+    return write(chosen.name, settings.pp, settings.microbatches, **several)
+
+
+def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
+    """Samples in each microbatch, as `torch.tensor_split` makes them: sizes differ by at most one, larger first."""
+    return tuple(len(piece) for piece in torch.empty(batch_size).tensor_split(microbatches))
+
+
+def layer_sizes(model: Model) -> tuple[LayerSize, ...]:
+    """The parameters of every layer, found without giving any of them memory."""
+    sizes = []
+    for layer in model.layers:
+        with torch.device("meta"):
+            module = layer.build()
+        named = module.named_parameters(layer.prefix.rstrip("."))
+        sizes.append(LayerSize(layer.name, {name: parameter.numel() for name, parameter in named}))
+    return tuple(sizes)
+
+
+def cut(settings: Settings, layers: Sequence[LayerSize], stages: int) -> tuple[int, ...]:
+    """How many consecutive layers each stage holds."""
+    chosen = settings.partition
+    if chosen.layers and chosen.name != "manual":
+        raise ValueError(
+            f"partition.layers={chosen.layers} is for partition=manual, not {chosen.name}: drop one of them"
+        )
+    if chosen.name == "manual":
+        return partition.manual(chosen.layers, len(layers), stages)
+    if chosen.name == "parameters":
+        return partition.bottleneck([sum(layer.parameters.values()) for layer in layers], stages)
+    return partition.uniform(len(layers), stages)
+
+
+def _lowered(settings: Settings, schedule: Schedule) -> Schedule:
+    mode = cast(Literal["never", "except_last", "always"], settings.activation_checkpoint.name)
+    return lower(schedule, activation_checkpoint=mode, prefetch=settings.prefetch)
+
+
+def _boundaries(
+    settings: Settings, model: Model, counts: Sequence[int], inputs: TensorSpec, size: int, device: torch.device
+) -> tuple[TensorSpec, ...]:
+    return boundaries(
+        model.layers,
+        counts,
+        TensorSpec((size, *inputs.shape[1:]), inputs.dtype),
+        dtype=parameter_dtype(settings.precision),
+        device=device,
+        autocast=autocast(settings.precision, device.type),
+    )
+
+
+def split(batch: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The batch cut into microbatches of these sizes."""
+    return torch.split(batch, list(sizes))

@@ -1,0 +1,46 @@
+"""The plan as people read it before a run: who holds what, the grid, and what the simulator promises."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.schedule.grid import grid
+from pipeline.training.plan import Plan
+
+_LONGEST_GRID = 16
+"""Ranks beyond which the grid says less than it takes room."""
+
+
+def print_plan(plan: Plan, model: str, console: Console) -> None:
+    """Print the stages, the grid and the predictions."""
+    console.print(_stages(plan, model))
+    if plan.schedule.pp <= _LONGEST_GRID:
+        console.print(grid(plan.program, width=console.width), highlight=False, markup=False, no_wrap=True)
+    console.print(_predictions(plan), highlight=False)
+
+
+def _stages(plan: Plan, model: str) -> Table:
+    table = Table(title=f"{model}: {plan.parameters:,} parameters in {len(plan.layers)} layers", title_justify="left")
+    for name in ("stage", "rank", "layers", "parameters"):
+        table.add_column(name, justify="right" if name == "parameters" else "left")
+    for stage, rank in enumerate(plan.schedule.stage_to_rank):
+        names = [plan.layers[index].name for index in plan.layers_of(stage)]
+        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        table.add_row(str(stage), str(rank), span, f"{plan.stage_parameters(stage):,}")
+    return table
+
+
+def _predictions(plan: Plan) -> str:
+    """The simulator's numbers under nominal costs, and what each rank holds in flight."""
+    predicted = plan.predicted
+    per_rank = plan.schedule.stages // plan.schedule.pp
+    unit = "microbatches" if per_rank == 1 else f"microbatches x stages ({per_rank} stages a rank)"
+    sizes = sorted(set(plan.microbatch_sizes), reverse=True)
+    samples = " or ".join(map(str, sizes))
+    return (
+        f"{plan.schedule.microbatches} microbatches of {samples} samples; predicted (F=1, B=2 a rank, no transfer): "
+        f"makespan {predicted.makespan:g}, makespan bubble {predicted.makespan_bubble:.1%}, span bubble "
+        f"{predicted.span_bubble:.1%}\n"
+        f"in flight at most, by rank: {', '.join(map(str, predicted.peak_in_flight))} {unit}"
+    )

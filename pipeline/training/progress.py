@@ -1,0 +1,193 @@
+"""What the user sees of a run: a live line on a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column, Table
+
+from pipeline.training.messages import StepMetrics, ValidationMetrics
+from pipeline.training.recorder import RunFacts
+
+PLAIN_SECONDS = 5.0  # between two plain lines, at least
+_WIDE = 115  # columns that the live line takes with its bar and tokens/s; in fewer it goes without them
+
+
+class ProgressLine:
+    """Step, loss, samples/s and time left: redrawn in place on a terminal, else a plain line now and then.
+
+    While the live line is up, log records meant for the terminal are printed above it. `console` and `clock`
+    (seconds) are there for tests.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._live: Progress | None = None
+        self._task = TaskID(0)
+        self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        self._steps = 0
+        self._units = "samples"
+        self._first: tuple[int, float] | None = None
+        self._printed = float("-inf")
+        self._validation: float | None = None
+        self._directory = Path()
+
+    def start(self, facts: RunFacts, directory: Path) -> None:
+        self._steps, self._units, self._directory = facts.steps, facts.units, directory
+        if self._console.is_terminal:
+            self._start_live(facts)
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        now = self._clock()
+        text = self._text(metrics, now)
+        if self._live is not None:
+            self._live.update(self._task, completed=metrics.step, text=text)
+        elif now - self._printed >= PLAIN_SECONDS or metrics.step >= self._steps:
+            self._printed = now
+            self._plain(f"step {metrics.step}/{self._steps} | {text}")
+        self._first = self._first or (metrics.step, now)
+
+    def log_validation(self, metrics: ValidationMetrics) -> None:
+        self._validation = metrics.loss
+        if self._live is None:
+            self._plain(f"step {metrics.step}/{self._steps} | validation loss {metrics.loss:.4f}")
+
+    def finish(self, summary: Mapping[str, object], figure: Path | None, failed: bool) -> None:
+        """Take the live line down; after a good end, print the table."""
+        self._stop_live()
+        if not failed:
+            self._console.print(*summary_tables(summary), sep="\n")
+            self._console.print(f"run directory: {self._directory}", markup=False, highlight=False, soft_wrap=True)
+
+    def _text(self, metrics: StepMetrics, now: float) -> str:
+        parts = [f"loss {metrics.loss:.4f}"]
+        if metrics.skipped:
+            parts.append("skipped (overflow)")
+        if self._live is not None and self._validation is not None:
+            parts.append(f"validation {self._validation:.4f}")
+        parts.append(f"{rate_text(metrics.samples_per_second)} samples/s")
+        roomy = self._live is None or self._console.width >= _WIDE
+        if roomy and self._units == "tokens" and metrics.tokens_per_second is not None:
+            parts.append(f"{rate_text(metrics.tokens_per_second)} tokens/s")
+        if metrics.step < self._steps:
+            parts.append(f"ETA {duration_text(self._seconds_left(metrics, now))}")
+        return " | ".join(parts)
+
+    def _seconds_left(self, metrics: StepMetrics, now: float) -> float:
+        """At the pace so far, validations included; before there is a pace, at this step's own."""
+        pace = metrics.step_seconds
+        if self._first is not None and metrics.step > self._first[0]:
+            pace = (now - self._first[1]) / (metrics.step - self._first[0])
+        return (self._steps - metrics.step) * pace
+
+    def _plain(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _start_live(self, facts: RunFacts) -> None:
+        before = {sys.stdout, sys.stderr}
+        self._live = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            *([BarColumn(bar_width=24)] if self._console.width >= _WIDE else []),
+            TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=self._console,
+        )
+        ranks = "1 rank" if facts.pp == 1 else f"{facts.pp} ranks"
+        self._task = self._live.add_task("", total=facts.steps, text=f"starting {ranks}")
+        self._live.start()
+        # A handler made earlier writes to the terminal itself, through the live line; rich stands in sys.stdout now.
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
+                self._moved.append((handler, handler.stream))
+                handler.setStream(sys.stdout)
+
+    def _stop_live(self) -> None:
+        for handler, stream in self._moved:
+            handler.setStream(stream)
+        self._moved = []
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def summary_tables(summary: Mapping[str, Any]) -> tuple[Table, Table]:
+    """The end of a run as two tables: what was trained, how well and how fast; and what each rank held."""
+    run = Table(title="summary", title_justify="left", show_header=False)
+    for label, text in _rows(summary):
+        run.add_row(label, text)
+    ranks = Table()
+    for name in ("rank", "stages", "parameters", "peak activations", "peak memory"):
+        ranks.add_column(name, justify="right")
+    for rank in summary["ranks"]:
+        ranks.add_row(
+            str(rank["rank"]),
+            ", ".join(map(str, rank["stages"])),
+            f"{rank['parameters']:,}",
+            bytes_text(rank["peak_activation_bytes"]),
+            bytes_text(rank["peak_memory_bytes"]),
+        )
+    return run, ranks
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    bubble = f"{_percent(summary['bubble_measured'])} {summary['bubble_source'] or 'measured'}"
+    return [
+        ("schedule", f"{summary['schedule']}, pp={summary['pp']}, {summary['microbatches']} microbatches"),
+        ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
+        (
+            "steps",
+            f"{summary['steps_done']} of {summary['batch_size']} samples, {_seconds(summary['step_seconds'])} each",
+        ),
+        ("training loss", _number(summary["train_loss"])),
+        ("validation loss", _number(summary["validation_loss"])),
+        ("samples/s", rate_text(summary["samples_per_second"])),
+        ("makespan bubble", f"{bubble}, {_percent(summary['bubble_predicted'])} predicted"),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g} s"
+
+
+def rate_text(value: float | None) -> str:
+    """A rate for people: 3.42, 85.1, 12,340."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def bytes_text(count: int | None) -> str:
+    """A number of bytes for people: 1023 B, 1.5 KiB, 12.0 MiB, 3.2 GiB."""
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def duration_text(seconds: float) -> str:
+    """A duration for people: 8s, 1m 05s, 2h 07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"

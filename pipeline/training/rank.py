@@ -1,0 +1,97 @@
+"""One pipeline rank of a run: its stages, its parameters, and the executors that run its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from pipeline.engine.activations import ActivationMeter
+from pipeline.engine.executor import Executor
+from pipeline.engine.model import Model
+from pipeline.engine.stage import Placement, Stage
+from pipeline.engine.transport import Transport
+from pipeline.training.optimizer import build_optimizer, set_learning_rate
+from pipeline.training.plan import Plan
+from pipeline.training.settings import OptimizerSettings
+
+
+class Rank:
+    """What one rank holds. Built with memory for its own layers alone."""
+
+    def __init__(
+        self,
+        rank: int,
+        plan: Plan,
+        model: Model,
+        placement: Placement,
+        transport: Transport,
+        optimizer: OptimizerSettings,
+    ) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.placement = placement
+        self.stages = {stage: _stage(stage, plan, model, placement) for stage in plan.schedule.stages_of(rank)}
+        _tie(self.stages, plan.tied)
+        self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport)
+        self.evaluator = Executor(rank, plan.evaluation, self.stages, plan.boundaries, transport)
+        self.parameters = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
+        self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
+        self.optimizer = build_optimizer(optimizer, self._unique)
+
+    @property
+    def holds_first(self) -> bool:
+        """Whether the model's input goes in here."""
+        return 0 in self.stages
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.plan.schedule.stages - 1 in self.stages
+
+    def gradients(self) -> list[Tensor]:
+        """Every gradient once."""
+        return [parameter.grad for parameter in self._unique if parameter.grad is not None]
+
+    def counted_gradients(self, tied_ranks: Mapping[str, tuple[int, ...]]) -> list[Tensor]:
+        """The gradients that this rank counts in the model's norm: a tied one is counted where its owner is."""
+        elsewhere = {alias for alias, owner in self.plan.tied.items() if owner in tied_ranks}
+        counted = {id(p): p for name, p in self.parameters.items() if name not in elsewhere}
+        return [parameter.grad for parameter in counted.values() if parameter.grad is not None]
+
+    def step(self, learning_rate: float) -> None:
+        """Let the optimizer move the parameters."""
+        if self.optimizer is not None:
+            set_learning_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
+
+    def clear_gradients(self) -> None:
+        """Drop every gradient."""
+        for parameter in self._unique:
+            parameter.grad = None
+
+    def measure_activations(self, measure: bool) -> int | None:
+        """Start measuring what is held for microbatches, or stop and give the peak in bytes."""
+        if measure:
+            buffers = [t for stage in self.stages.values() for _, t in stage.named_tensors()]
+            self.trainer.meter = ActivationMeter(buffers)
+            return None
+        meter, self.trainer.meter = self.trainer.meter, None
+        return None if meter is None else meter.peak_bytes
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the whole model's state dict."""
+        return {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
+
+
+def _stage(index: int, plan: Plan, model: Model, placement: Placement) -> Stage:
+    layers = [model.layers[layer] for layer in plan.layers_of(index)]
+    return Stage(index, layers, model, placement, last=index == plan.schedule.stages - 1)
+
+
+def _tie(stages: Mapping[int, Stage], tied: Mapping[str, str]) -> None:
+    held: dict[str, nn.Parameter] = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
+    for alias, owner in tied.items():
+        if alias in held and owner in held:
+            for stage in stages.values():
+                stage.tie(alias, held[owner])

@@ -1,0 +1,169 @@
+"""The settings of a training run: what the command line's fields become. No torch here, so that help is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def described(default: Any, text: str) -> Any:
+    """A field with a default value and the one line that `--help` shows for it."""
+    metadata = {"help": text}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ScheduleSettings:
+    """Which schedule writes the program."""
+
+    name: str = described("1f1b", "the schedule's name in pipeline/schedule/library")
+    stages_per_rank: int = described(1, "stages that each rank holds (interleaved schedules: 2 or more)")
+
+
+@dataclass
+class PartitionSettings:
+    """How the layers are cut into stages."""
+
+    name: str = described("uniform", "uniform (equal layers), parameters (smallest largest stage) or manual")
+    layers: list[int] = described([], "manual: how many layers each stage holds, in order")
+
+
+@dataclass
+class PrecisionSettings:
+    """Which floating-point formats are computed in."""
+
+    name: str = described("fp32", "for tables and tags")
+    parameters: str = described("float32", "dtype of parameters, gradients and optimizer state")
+    autocast: str | None = described(None, "dtype that autocast computes in; null: no autocast")
+    loss_scale: float = described(1.0, "starting loss scale; above 1 it is dynamic (fp16)")
+
+
+@dataclass
+class ActivationCheckpointSettings:
+    """Which microbatches drop their activations and recompute them."""
+
+    name: str = described("never", "never, except_last (all microbatches but the last) or always")
+
+
+@dataclass
+class OptimizerSettings:
+    """The optimizer and its learning rate."""
+
+    name: str = described("adamw", "adamw or sgd")
+    learning_rate: float = described(1e-3, "the highest learning rate, reached after the warmup")
+    warmup_steps: int = described(0, "steps over which the learning rate rises linearly")
+    decay: str = described("cosine", "after the warmup: cosine (down to final_ratio) or constant")
+    final_ratio: float = described(0.1, "the last learning rate as a share of the highest")
+    weight_decay: float = described(0.0, "on parameters with two or more dimensions")
+    momentum: float = described(0.9, "sgd's momentum")
+    betas: list[float] = described([0.9, 0.95], "adamw's averaging rates")
+
+
+@dataclass
+class LoggerSettings:
+    """Where metrics go besides the run directory."""
+
+    name: str = described("wandb", "wandb or none")
+    project: str = described("stagecraft", "the W&B project")
+    mode: str = described("auto", "auto (online with a key, else offline), online, offline or disabled")
+    group: str | None = described(None, "the W&B group; null: the sweep")
+    tags: list[str] = described([], "tags besides schedule and model")
+
+
+@dataclass
+class Settings:
+    """Everything a run needs besides its model and its data."""
+
+    task: str = described("train", "what to do: train")
+    launch: str = described("processes", "processes (a process a rank) or in_process (all ranks in one, for debugging)")
+    device: str = described("auto", "auto (GPUs if there is one a rank), cpu or cuda")
+    share_gpu: bool = described(False, "let several ranks use one GPU; messages then go through the host")
+    seed: int = described(0, "decides starting weights, data order and dropout, whatever the pipeline")
+    pp: int = described(2, "pipeline ranks")
+    microbatches: int = described(8, "pieces that a batch is cut into")
+    batch_size: int = described(32, "samples a step")
+    steps: int = described(100, "training steps")
+    prefetch: int = described(2, "receives that are posted ahead of their use")
+    timeout: float = described(300.0, "seconds that a message may take before the job ends with an error")
+    gradient_clip: float | None = described(1.0, "largest norm of the whole model's gradient; null: not clipped")
+    log_every: int = described(10, "steps between log entries")
+    validate_every: int = described(100, "steps between validations; one always follows the last step; 0: none at all")
+    schedule: ScheduleSettings = described(ScheduleSettings, "schedule")
+    partition: PartitionSettings = described(PartitionSettings, "partition")
+    precision: PrecisionSettings = described(PrecisionSettings, "precision")
+    activation_checkpoint: ActivationCheckpointSettings = described(ActivationCheckpointSettings, "checkpointing")
+    optimizer: OptimizerSettings = described(OptimizerSettings, "optimizer")
+    logger: LoggerSettings = described(LoggerSettings, "logger")
+
+    def check(self) -> None:
+        """Refuse numbers and words out of range.
+
+        Raises:
+            ValueError: what is wrong, its value, and the cure.
+        """
+        for name, lowest in _LOWEST.items():
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name}={getattr(self, name)} is too small: use {lowest} or more")
+        if self.microbatches > self.batch_size:
+            raise ValueError(
+                f"microbatches={self.microbatches} is more than batch_size={self.batch_size}: every microbatch needs "
+                f"a sample, so use microbatches={self.batch_size} or fewer, or a larger batch"
+            )
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout:g} is not positive: give the seconds that a message may take")
+        if self.gradient_clip is not None and not self.gradient_clip > 0:
+            raise ValueError(f"gradient_clip={self.gradient_clip:g} is not positive: use a positive norm, or null")
+        for name, words in _WORDS.items():
+            self._check_word(name, words)
+        self._check_optimizer()
+
+    def _check_word(self, path: str, words: tuple[str, ...]) -> None:
+        value: Any = self
+        for part in path.split("."):
+            value = getattr(value, part)
+        if value not in words:
+            raise ValueError(
+                f"{path}={value} is unknown: use {', '.join(words[:-1])} or {words[-1]}"
+                if words[1:]
+                else f"{path}={value} is unknown: use {words[0]}"
+            )
+
+    def _check_optimizer(self) -> None:
+        chosen = self.optimizer
+        if not chosen.learning_rate > 0:
+            raise ValueError(f"optimizer.learning_rate={chosen.learning_rate:g} is not positive: use one such as 1e-3")
+        if chosen.warmup_steps < 0:
+            raise ValueError(f"optimizer.warmup_steps={chosen.warmup_steps} is negative: use 0 or more")
+        if len(chosen.betas) != 2 or not all(0 <= beta < 1 for beta in chosen.betas):
+            raise ValueError(f"optimizer.betas={chosen.betas} must be two numbers in [0, 1): use [0.9,0.95]")
+        for name in ("weight_decay", "momentum", "final_ratio"):
+            if getattr(chosen, name) < 0:
+                raise ValueError(f"optimizer.{name}={getattr(chosen, name):g} is negative: use 0 or more")
+
+
+_LOWEST = {
+    "seed": 0,
+    "pp": 1,
+    "microbatches": 1,
+    "batch_size": 1,
+    "steps": 1,
+    "prefetch": 0,
+    "log_every": 1,
+    "validate_every": 0,
+}
+
+_WORDS = {
+    "task": ("train",),
+    "launch": ("processes", "in_process"),
+    "device": ("auto", "cpu", "cuda"),
+    "partition.name": ("uniform", "parameters", "manual"),
+    "activation_checkpoint.name": ("never", "except_last", "always"),
+    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.decay": ("cosine", "constant"),
+    "logger.name": ("wandb", "none"),
+    "logger.mode": ("auto", "online", "offline", "disabled"),
+}

@@ -1,0 +1,154 @@
+"""A pipelined step in this process, and the plain loop that it must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.executor import Microbatches, StepResult, run
+from pipeline.engine.model import Model
+from pipeline.engine.stage import Placement, Stage
+from pipeline.engine.transport import InProcessTransport
+from pipeline.training.gradients import sum_tied_gradients
+from pipeline.training.group import LocalGroup
+from pipeline.training.plan import Plan, make_plan, microbatch_sizes
+from pipeline.training.rank import Rank
+from pipeline.training.settings import ActivationCheckpointSettings, OptimizerSettings, ScheduleSettings, Settings
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Outcome:
+    """What a step leaves: the loss, every gradient and every buffer by whole-model name."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def settings_for(
+    schedule: str, pp: int, microbatches: int, batch_size: int, *, checkpoint: str = "never", **more: object
+) -> Settings:
+    """Settings of a small run; interleaved schedules get two stages a rank."""
+    stages_per_rank = 2 if schedule == "interleaved_1f1b" else 1
+    settings = Settings(
+        pp=pp,
+        microbatches=microbatches,
+        batch_size=batch_size,
+        schedule=ScheduleSettings(schedule, stages_per_rank),
+        activation_checkpoint=ActivationCheckpointSettings(checkpoint),
+        **more,  # type: ignore[arg-type]
+    )
+    settings.check()
+    return settings
+
+
+def placement(dtype: torch.dtype = torch.float64, seed: int = 0) -> Placement:
+    """The CPU without autocast."""
+    return Placement(CPU, dtype, nullcontext, seed)
+
+
+def plan_for(settings: Settings, model: Model, inputs: Tensor, dtype: torch.dtype = torch.float64) -> Plan:
+    """A plan with the boundaries of `dtype`."""
+    settings.precision.parameters = str(dtype).removeprefix("torch.")
+    return make_plan(settings, model, TensorSpec.of(inputs), CPU)
+
+
+def microbatches_of(plan: Plan, model: Model, inputs: Tensor, targets: Tensor, step: int = 0) -> Microbatches:
+    """One batch cut as the plan says."""
+    sizes = list(plan.microbatch_sizes)
+    return Microbatches(
+        step, tuple(sizes), inputs.split(sizes), targets.split(sizes), weight=model.loss.weight(targets)
+    )
+
+
+def build_ranks(plan: Plan, model: Model, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Rank]:
+    """All ranks of a plan on one in-process transport."""
+    transport = InProcessTransport()
+    return [
+        Rank(rank, plan, model, placement(dtype, seed), transport, OptimizerSettings())
+        for rank in range(plan.schedule.pp)
+    ]
+
+
+def pipelined(
+    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, dtype: torch.dtype = torch.float64
+) -> Outcome:
+    """One training step of all ranks in this process."""
+    plan = plan_for(settings, model, inputs, dtype)
+    ranks = build_ranks(plan, model, dtype=dtype)
+    results = step(ranks, microbatches_of(plan, model, inputs, targets))
+    return outcome(plan, ranks, results)
+
+
+def step(ranks: Sequence[Rank], batch: Microbatches) -> list[StepResult]:
+    """Forward and backward of all ranks."""
+    return run([rank.trainer for rank in ranks], [batch] * len(ranks))
+
+
+def outcome(plan: Plan, ranks: Sequence[Rank], results: Sequence[StepResult]) -> Outcome:
+    """Gradients (tied ones summed) and buffers of all ranks under their whole-model names."""
+    sum_tied_gradients(
+        {rank.rank: rank.parameters for rank in ranks}, plan.tied, plan.tied_ranks(), LocalGroup(len(ranks))
+    )
+    losses = [result.loss for result in results if result.loss is not None]
+    assert len(losses) == 1, "exactly one rank holds the loss"
+    gradients = {name: p.grad for rank in ranks for name, p in rank.parameters.items() if p.grad is not None}
+    return Outcome(losses[0], gradients, buffers_of([stage for rank in ranks for stage in rank.stages.values()]))
+
+
+def buffers_of(stages: Sequence[Stage]) -> dict[str, Tensor]:
+    """Every buffer by whole-model name."""
+    return {
+        name: tensor
+        for stage in stages
+        for name, tensor in stage.named_tensors()
+        if not isinstance(tensor, torch.nn.Parameter)
+    }
+
+
+def plain_loop(
+    model: Model, inputs: Tensor, targets: Tensor, microbatches: int = 1, dtype: torch.dtype = torch.float64
+) -> Outcome:
+    """The whole model on one device, without schedule, executor or transport: a loop over microbatches."""
+    stage = Stage(0, model.layers, model, placement(dtype), last=True)
+    parameters = dict(stage.named_parameters())
+    for alias, owner in model.tied.items():
+        stage.tie(alias, parameters[owner])
+    parameters = dict(stage.named_parameters())
+    sizes = list(microbatch_sizes(len(inputs), microbatches))
+    weight, total = model.loss.weight(targets), torch.zeros((), dtype=dtype)
+    for piece, answer in zip(inputs.split(sizes), targets.split(sizes), strict=True):
+        value = piece.to(dtype) if piece.is_floating_point() else piece
+        for module in stage.modules:
+            value = module(value)
+        loss = model.loss(value, answer) / weight
+        loss.backward()
+        total = total + loss.detach()
+    return Outcome(total, {name: p.grad for name, p in parameters.items() if p.grad is not None}, buffers_of([stage]))
+
+
+def assert_equal_outcomes(found: Outcome, expected: Outcome, tolerance: float = 1e-10) -> None:
+    """Loss, every gradient and every buffer agree; errors are relative to each tensor's largest entry."""
+    assert set(found.gradients) == set(expected.gradients)
+    assert set(found.buffers) == set(expected.buffers)
+    assert_close("loss", found.loss, expected.loss, tolerance)
+    for kind, ours, theirs in (
+        ("gradient", found.gradients, expected.gradients),
+        ("buffer", found.buffers, expected.buffers),
+    ):
+        for name, tensor in theirs.items():
+            assert_close(f"{kind} of {name}", ours[name], tensor, tolerance)
+
+
+def assert_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """The largest difference is at most `tolerance` of the largest expected entry."""
+    error = (found.double() - expected.double()).abs().max()
+    scale = expected.double().abs().max().clamp_min(1e-30)
+    assert error <= tolerance * scale, f"{what} is off by {(error / scale).item():.2e} of its largest entry"

@@ -1,0 +1,88 @@
+"""A pipelined step equals a single process's: loss, every gradient, every buffer, in float64."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from models.gpt import gpt
+from models.resnet import resnet
+from tests.engine.harness import Outcome, assert_equal_outcomes, pipelined, plain_loop, settings_for
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+MODES = ("never", "except_last", "always")
+RANKS = (1, 2, 3, 4)
+
+
+def small_gpt(dropout: float = 0.0, tie: bool = True):
+    return gpt(layers=6, width=16, heads=2, context=8, vocabulary=32, dropout=dropout, tie_embeddings=tie)
+
+
+def text(batch_size: int):
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 32, (batch_size, 9), generator=draw)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def images(batch_size: int, size: int = 64):
+    draw = torch.Generator().manual_seed(2)
+    return torch.randn(batch_size, 3, size, size, generator=draw), torch.randint(0, 10, (batch_size,), generator=draw)
+
+
+@functools.cache
+def whole_batch_gpt(batch_size: int, tie: bool = True) -> Outcome:
+    return plain_loop(small_gpt(tie=tie), *text(batch_size))
+
+
+@functools.cache
+def microbatch_resnet(depth: int, batch_size: int, microbatches: int) -> Outcome:
+    return plain_loop(resnet(depth=depth, classes=10), *images(batch_size), microbatches)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "mode"), itertools.product(SCHEDULES, RANKS, (1, 3, 4, 6, 8), MODES)
+)
+def test_gpt_equals_the_whole_batch_in_one_call(schedule, pp, microbatches, mode):
+    # 10 samples: with 3, 4, 6 or 8 microbatches the pieces are of unequal size
+    settings = settings_for(schedule, pp, microbatches, 10, checkpoint=mode)
+    found = pipelined(settings, small_gpt(), *text(10))
+    assert_equal_outcomes(found, whole_batch_gpt(10))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_untied_gpt(schedule):
+    found = pipelined(settings_for(schedule, 2, 5, 10), small_gpt(tie=False), *text(10))
+    assert_equal_outcomes(found, whole_batch_gpt(10, tie=False))
+
+
+@pytest.mark.parametrize(("schedule", "pp", "microbatches", "mode"), itertools.product(SCHEDULES, RANKS, (3, 4), MODES))
+def test_resnet_equals_the_loop_over_its_microbatches(schedule, pp, microbatches, mode):
+    found = pipelined(
+        settings_for(schedule, pp, microbatches, 8, checkpoint=mode), resnet(depth=18, classes=10), *images(8)
+    )
+    assert_equal_outcomes(found, microbatch_resnet(18, 8, microbatches))
+
+
+@pytest.mark.parametrize(("schedule", "pp", "mode"), [("1f1b", 4, "never"), ("interleaved_1f1b", 2, "always")])
+def test_resnet152(schedule, pp, mode):
+    found = pipelined(settings_for(schedule, pp, 2, 4, checkpoint=mode), resnet(depth=152, classes=10), *images(4))
+    assert_equal_outcomes(found, microbatch_resnet(152, 4, 2))
+
+
+def test_the_comparison_can_fail():
+    """A changed target changes the gradient by more than the tolerance, so the tests above are no tautology."""
+    inputs, targets = text(10)
+    found = pipelined(settings_for("1f1b", 2, 4, 10), small_gpt(), inputs, targets.roll(1, 0))
+    with pytest.raises(AssertionError, match="off by"):
+        assert_equal_outcomes(found, whole_batch_gpt(10))
+
+
+def test_batchnorm_counts_a_batch_once_when_it_is_recomputed():
+    """Under torch.utils.checkpoint num_batches_tracked is 2 after one step; here it counts microbatches, not passes."""
+    for mode in MODES:
+        found = pipelined(settings_for("1f1b", 2, 4, 8, checkpoint=mode), resnet(depth=18, classes=10), *images(8))
+        assert found.buffers["bn1.num_batches_tracked"] == 4
+        assert found.buffers["layer4.1.bn2.num_batches_tracked"] == 4

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.errors import ScheduleError
+from pipeline.schedule.library import SCHEDULES, forward_only, gpipe, interleaved_1f1b, one_f_one_b, write
+from pipeline.schedule.lowering import add_communication, hoist_receives, lower, place_recomputation
+from pipeline.schedule.schedule import Channel, Message, Schedule, channel, message
+from pipeline.schedule.simulate import Costs, simulate
+from pipeline.schedule.validate import validate
+
+
+def rows(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, row)) for row in schedule.rows]
+
+
+def by_hand(*lines: str, stage_to_rank: tuple[int, ...], microbatches: int) -> Schedule:
+    return Schedule(
+        "by hand", tuple(tuple(map(Action.parse, line.split())) for line in lines), stage_to_rank, microbatches
+    )
+
+
+# Two stages on each of two ranks in a V: stages 1 and 2 share a rank and exchange nothing.
+V = by_hand("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0", stage_to_rank=(0, 1, 1, 0), microbatches=1)
+
+
+def test_the_program_of_1f1b() -> None:
+    assert rows(lower(one_f_one_b(2, 2), activation_checkpoint="except_last", prefetch=0)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0R0 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1R0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+    ]
+
+
+def test_receives_are_posted_ahead() -> None:
+    assert rows(lower(one_f_one_b(2, 3), prefetch=1)) == [
+        "0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0F2 0SEND_F2 0RECV_B2 0B1 0B2",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
+    ]
+
+
+def test_neighbors_on_one_rank_exchange_nothing() -> None:
+    assert rows(add_communication(V)) == [
+        "0F0 0SEND_F0 3RECV_F0 3F0 3B0 3SEND_B0 0RECV_B0 0B0",
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0",
+    ]
+
+
+def test_a_split_backward_sends_after_its_input_gradient() -> None:
+    split = by_hand("0F0 0I0 0W0", "1F0 1I0 1W0", stage_to_rank=(0, 1), microbatches=1)
+    assert rows(lower(split, activation_checkpoint="always", prefetch=0)) == [
+        "0F0 0SEND_F0 0R0 0RECV_B0 0I0 0W0",
+        "1RECV_F0 1F0 1R0 1I0 1SEND_B0 1W0",
+    ]
+
+
+def test_receives_follow_the_senders_order() -> None:
+    # Rank 1 consumes microbatch 1 first, but rank 0 sends microbatch 0 first.
+    crossed = by_hand("0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0", stage_to_rank=(0, 1), microbatches=2)
+    lowered = add_communication(crossed)
+    assert rows(lowered)[1].startswith("1RECV_F0 1RECV_F1 1F1 1F0 1B1")
+    validate(lowered)
+
+
+def test_one_rank_needs_no_communication() -> None:
+    assert lower(interleaved_1f1b(1, 4, 3)) == interleaved_1f1b(1, 4, 3)
+
+
+@pytest.mark.parametrize(("word", "recomputed"), [("never", ()), ("except_last", (0, 1, 2)), ("always", (0, 1, 2, 3))])
+def test_checkpoint_modes(word: str, recomputed: tuple[int, ...]) -> None:
+    lowered = lower(gpipe(2, 4), activation_checkpoint=word)
+    for row in lowered.rows:
+        compute = [action for action in row if action.type.is_compute]
+        assert tuple(action.microbatch for action in compute if action.type is ActionType.R) == recomputed
+        for action, following in pairwise(compute):
+            if action.type is ActionType.R:
+                assert following == Action(action.stage, ActionType.B, action.microbatch)
+
+
+def test_forward_only_recomputes_nothing() -> None:
+    lowered = lower(forward_only((0, 1, 0, 1), 3), activation_checkpoint="always")
+    assert lowered.compute_only() == forward_only((0, 1, 0, 1), 3)
+    validate(lowered)
+
+
+def test_an_unknown_checkpoint_mode() -> None:
+    with pytest.raises(ValueError, match="activation_checkpoint is 'often': use one of never, except_last, always"):
+        lower(gpipe(2, 2), activation_checkpoint="often")
+
+
+def test_a_negative_window() -> None:
+    with pytest.raises(ValueError, match="prefetch is -1: use 0 or more"):
+        lower(gpipe(2, 2), prefetch=-1)
+
+
+def test_lowering_twice() -> None:
+    with pytest.raises(ValueError, match=r"holds sends and receives already: use compute_only\(\) first"):
+        lower(lower(gpipe(2, 2)))
+
+
+def test_a_missing_producer() -> None:
+    with pytest.raises(
+        ScheduleError, match="1F1 on rank 1 takes the activation of stage 0, microbatch 1, which no rank"
+    ):
+        add_communication(by_hand("0F0", "1F0 1F1", stage_to_rank=(0, 1), microbatches=2))
+
+
+def messages(schedule: Schedule, sent: bool) -> dict[Channel, list[Message]]:
+    found: dict[Channel, list[Message]] = defaultdict(list)
+    for row in schedule.rows:
+        for action in row:
+            if action.type.is_send if sent else action.type.is_receive:
+                found[channel(action, schedule.stage_to_rank)].append(message(action))
+    return found
+
+
+def outstanding_beyond_need(schedule: Schedule, placed: Schedule, rank: int) -> list[int]:
+    """Before each compute action: receives posted, less those `placed`, the unhoisted program, has posted by then."""
+
+    def posted(row: tuple[Action, ...]) -> list[int]:
+        counts, count = [], 0
+        for action in row:
+            count += action.type.is_receive
+            if action.type.is_compute:
+                counts.append(count)
+        return counts
+
+    pairs = zip(posted(schedule.rows[rank]), posted(placed.rows[rank]), strict=True)
+    return [early - needed for early, needed in pairs]
+
+
+any_schedule = st.builds(write, st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 10)) | st.builds(
+    interleaved_1f1b, st.integers(1, 4), st.integers(1, 9), st.integers(1, 4)
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(any_schedule, st.integers(0, 8), st.sampled_from(["never", "except_last", "always"]))
+def test_what_lowering_promises(schedule: Schedule, prefetch: int, checkpoint: str) -> None:
+    before = schedule.to_text()
+    recomputing = place_recomputation(schedule, lambda stage, microbatch: checkpoint == "always")
+    placed = add_communication(recomputing)
+    lowered = hoist_receives(placed, prefetch)
+    assert schedule.to_text() == before
+    assert lowered.compute_only() == recomputing
+    assert messages(lowered, sent=True) == messages(lowered, sent=False)
+    for rank in range(schedule.pp):
+        window = outstanding_beyond_need(lowered, placed, rank)
+        assert all(0 <= extra <= prefetch for extra in window)
+        assert sorted(map(str, lowered.rows[rank])) == sorted(map(str, placed.rows[rank]))
+    assert prefetch or lowered == placed
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("v", range(1, 5))
+def test_every_program_is_valid(p: int, v: int) -> None:
+    for m in range(1, 17):
+        schedules = [interleaved_1f1b(p, m, v)] + ([gpipe(p, m), one_f_one_b(p, m)] if v == 1 else [])
+        for schedule in schedules:
+            lowered = lower(schedule, activation_checkpoint="except_last", prefetch=m % 4)
+            validate(lowered)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 8])
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_lowering_costs_no_time_without_transfer_time(v: int, prefetch: int) -> None:
+    for p, m in [(2, 3), (3, 7), (4, 8)]:
+        schedule = interleaved_1f1b(p, m, v)
+        assert simulate(lower(schedule, prefetch=prefetch), Costs()).events == simulate(schedule, Costs()).events

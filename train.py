@@ -1,0 +1,100 @@
+"""The command line: compose, check, launch, train. `python train.py --help` lists every group and field."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from conf import schema
+from conf.callbacks import BadInput
+
+if TYPE_CHECKING:
+    from pipeline.training.job import Job
+    from pipeline.training.recorder import Recorder
+
+schema.register()
+
+
+@hydra.main(config_path="conf", config_name="config", version_base="1.3")
+def main(composed: DictConfig) -> None:
+    """One job: a single run, or one of a sweep. How it ends is conf/callbacks.py's to turn into an exit status."""
+    # not at the top: torch takes seconds to import, and --help and --cfg need none of it
+    from pipeline.training import rendezvous
+    from pipeline.training.job import train
+
+    try:
+        config = schema.to_config(composed)
+        job = prepare(config)
+    except (ValueError, OmegaConfBaseException) as error:
+        raise BadInput(" ".join(str(error).split())) from error
+    directory = Path(HydraConfig.get().runtime.output_dir)
+    recorder = make_recorder(config, job, schema.plain(composed), directory) if rendezvous.rank() == 0 else None
+    try:
+        train(job, recorder, directory / "train.log")
+    except KeyboardInterrupt:
+        print(f"interrupted; what was recorded is in {directory}", file=sys.stderr)
+        raise SystemExit(130) from None  # not an error of the job: in a sweep it ends the sweep
+
+
+def prepare(config: schema.Config) -> Job:
+    """Build model and data once, here, so that whatever is wrong with them is said before any process starts."""
+    from pipeline.engine.boundary import TensorSpec
+    from pipeline.training.devices import choose_devices, warn_of_slow_choices
+    from pipeline.training.job import Job, check_launch
+    from pipeline.training.plan import make_plan
+
+    check_launch(config)
+    build_model = config.model.builder()
+    build_data = config.data.builder(batch_size=config.batch_size, seed=config.seed)
+    model, data, devices = build_model(), build_data(), choose_devices(config)
+    warn_of_slow_choices(config, devices)
+    inputs = TensorSpec.of(data.train.inputs(0))
+    plan = make_plan(config, model, inputs, devices.of(0))
+    plan.check_targets(data.classes)
+    return Job(config, plan, devices, build_model, build_data, config.data.validation_batches)
+
+
+def make_recorder(config: schema.Config, job: Job, values: dict[str, object], directory: Path) -> Recorder:
+    """Print the plan, and make what writes the run down: the run directory, the progress line, W&B."""
+    from rich.console import Console
+
+    from pipeline.training.plan_text import print_plan
+    from pipeline.training.progress import ProgressLine
+    from pipeline.training.recorder import Recorder, RunFacts, Sink
+    from pipeline.training.wandb_logger import WandbLogger
+
+    hydra_config, plan = HydraConfig.get(), job.plan
+    model = hydra_config.runtime.choices["model"]
+    facts = RunFacts(
+        schedule=config.schedule.name,
+        model=model,
+        pp=config.pp,
+        microbatches=config.microbatches,
+        batch_size=config.batch_size,
+        steps=config.steps,
+        parameters=plan.parameters,
+        bubble_predicted=plan.predicted.makespan_bubble,
+        units="tokens" if config.data.kind == "text" else "samples",
+        predicted=plan.predicted.events,
+        config=values,
+    )
+    sinks: list[Sink] = [ProgressLine()]
+    if config.logger.name == "wandb":
+        sweep = Path(hydra_config.sweep.dir).name if hydra_config.mode is RunMode.MULTIRUN else None
+        chosen = config.logger
+        sinks.append(
+            WandbLogger(project=chosen.project, mode=chosen.mode, group=chosen.group or sweep, tags=chosen.tags)
+        )
+    print_plan(plan, model, Console())
+    return Recorder(directory, facts, sinks)
+
+
+if __name__ == "__main__":
+    main()
