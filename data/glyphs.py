@@ -33,8 +33,8 @@ SCALES = (0.8, 1.15)
 SHEAR = 0.15
 SHIFT = 0.15  # in half image sides
 NOISE = 0.08  # standard deviation, in units of full brightness
-LEAST_CONTRAST = 0.3  # between background and ink, in the mean over the three colors
-MEAN, STANDARD_DEVIATION = 0.5, 0.28
+DARK, LIGHT = (0.0, 0.4), (0.6, 1.0)
+MEAN, STANDARD_DEVIATION = 0.27, 0.24
 
 
 def glyphs(*, batch_size: int, seed: int, size: int = 64, classes: int = len(CHARACTERS)) -> Data:
@@ -126,10 +126,7 @@ def _affine(draw: np.random.Generator, batch_size: int) -> Tensor:
 
 
 def _colors(draw: np.random.Generator, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Background and ink, each (batch, 3, 1, 1) in 0..1, far enough apart to be read."""
-    background = draw.random((batch_size, 3), dtype=np.float32)
-    ink = draw.random((batch_size, 3), dtype=np.float32)
-    close = np.abs(background - ink).mean(axis=1) < LEAST_CONTRAST
-    # Half a unit around the circle is half a unit of contrast in every channel.
-    ink[close] = (background[close] + 0.5) % 1.0
-    return torch.from_numpy(background[:, :, None, None]), torch.from_numpy(ink[:, :, None, None])
+    """A dark background and a light ink, each (batch, 3, 1, 1) in 0..1."""
+    background = draw.uniform(*DARK, (batch_size, 3, 1, 1)).astype(np.float32)
+    ink = draw.uniform(*LIGHT, (batch_size, 3, 1, 1)).astype(np.float32)
+    return torch.from_numpy(background), torch.from_numpy(ink)

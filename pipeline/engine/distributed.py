@@ -86,7 +86,9 @@ class DistributedTransport:
         self._groups = groups
         self._device = device
         self._staged = backend == "gloo" and device.type != "cpu"
-        self._timeout = timeout
+        # NCCL's `wait` orders the stream and returns; given a time limit it would make the host wait. There the
+        # communicator's own limit, which its watchdog keeps, is the only one
+        self._limit = timedelta(seconds=timeout) if backend == "gloo" else None
         self._outbox = _Outbox(blocking_wait=backend == "gloo")
 
     def send(self, channel: Channel, message: Hashable, tensor: Tensor) -> None:
@@ -101,7 +103,7 @@ class DistributedTransport:
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if self._staged else self._device)
         work = dist.irecv(buffer, channel.source, group=self._groups[channel])
         assert work is not None, "this rank is on the channel"
-        return _DistributedReceive(work, buffer, self._device, f"{message} from rank {channel.source}", self._timeout)
+        return _DistributedReceive(work, buffer, self._device, f"{message} from rank {channel.source}", self._limit)
 
     def finish_step(self) -> None:
         """Wait until all sends are out.
@@ -113,20 +115,20 @@ class DistributedTransport:
 
 
 class _DistributedReceive:
-    def __init__(self, work: dist.Work, buffer: Tensor, device: torch.device, what: str, timeout: float) -> None:
-        self._work, self._buffer, self._device, self._what, self._timeout = work, buffer, device, what, timeout
+    def __init__(
+        self, work: dist.Work, buffer: Tensor, device: torch.device, what: str, limit: timedelta | None
+    ) -> None:
+        self._work, self._buffer, self._device, self._what, self._limit = work, buffer, device, what, limit
 
     def arrived(self) -> bool:
         return True
 
     def wait(self) -> Tensor:
         try:
-            self._work.wait(timedelta(seconds=self._timeout))
+            self._work.wait() if self._limit is None else self._work.wait(self._limit)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise PeerError(
-                f"{self._what} did not arrive within {self._timeout:g} s or its sender is gone: {reason}"
-            ) from error
+            raise PeerError(f"{self._what} did not arrive in time or its sender is gone: {reason}") from error
         return self._buffer.to(self._device)
 
 

@@ -218,8 +218,8 @@ class _Run:
         places = [end.place for end in ends]
         send, receive = (self.schedule.rows[rank][at] for rank, at in places)
         return schedule_error(
-            f"the {used.kind} that {send} sends from rank {used.source} meets {receive} on rank {used.destination}: post "
-            "a channel's receives in the order of its sends",
+            f"the {used.kind} that {send} sends from rank {used.source} meets {receive} on rank {used.destination}: "
+            "post a channel's receives in the order of its sends",
             self.schedule,
             places,
         )

@@ -73,7 +73,7 @@ def test_every_glyph_can_be_told_from_its_background(monkeypatch: pytest.MonkeyP
     images = glyphs(batch_size=256, seed=3, size=32).train.inputs(0) * STANDARD_DEVIATION
     corner = images[:, :, :1, :1]
     contrast = (images - corner).abs().mean(1).flatten(1)  # (batch, pixels), in units of full brightness
-    assert contrast.topk(20).values.mean(1).min() > 0.24
+    assert contrast.topk(20).values.mean(1).min() > 0.3
 
 
 @pytest.mark.parametrize(

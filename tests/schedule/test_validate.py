@@ -81,7 +81,7 @@ BROKEN = {
             "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
             microbatches=2,
         ),
-        "the activation that 0SEND_F0 sends from rank 0 meets 1RECV_F1 on rank 1: post a channel's receives in the order",
+        "the activation that 0SEND_F0 sends from rank 0 meets 1RECV_F1 on rank 1: post a channel's receives",
     ),
     "deadlock across ranks": (
         by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2),
