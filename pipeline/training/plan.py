@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline import partition
 from pipeline.engine.boundary import TensorSpec, boundaries
 from pipeline.engine.model import Model
-from pipeline.schedule.library import forward_only, write
+from pipeline.schedule.library import forward_only, options_of, write
 from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Simulation, nominal_costs, simulate
@@ -130,15 +130,16 @@ def make_plan(settings: Settings, model: Model, inputs: TensorSpec, device: torc
         tied=dict(model.tied),
         boundaries={size: _boundaries(settings, model, counts, inputs, size, device) for size in sorted(set(sizes))},
         microbatch_sizes=sizes,
-        predicted=simulate(program, nominal_costs(settings.schedule.stages_per_rank)),
+        predicted=simulate(program, nominal_costs(schedule.stages // schedule.pp)),
     )
 
 
 def write_schedule(settings: Settings) -> Schedule:
     """The compute-only schedule that the settings name."""
     chosen = settings.schedule
-    several = {"stages_per_rank": chosen.stages_per_rank} if chosen.stages_per_rank != 1 else {}
-    return write(chosen.name, settings.pp, settings.microbatches, **several)
+    interleaved = chosen.stages_per_rank != 1 or "stages_per_rank" in options_of(chosen.name)
+    options = {"stages_per_rank": chosen.stages_per_rank} if interleaved else {}
+    return write(chosen.name, settings.pp, settings.microbatches, **options)
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
