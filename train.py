@@ -12,8 +12,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from conf import schema
+from conf import command_line, schema
 from conf.callbacks import BadInput
+from pipeline.schedule.errors import ScheduleError
 
 if TYPE_CHECKING:
     from pipeline.training.job import Job
@@ -30,17 +31,20 @@ def main(composed: DictConfig) -> None:
     from pipeline.training.job import train
 
     try:
+        schema.check_choices(HydraConfig.get().runtime.choices)
         config = schema.to_config(composed)
         job = prepare(config)
-    except (ValueError, OmegaConfBaseException) as error:
-        raise BadInput(" ".join(str(error).split())) from error
+    except (ValueError, OSError, MemoryError, OmegaConfBaseException) as error:
+        # a schedule's grid, below its first line, has no place in a message of one line
+        text = str(error).splitlines()[0] if isinstance(error, ScheduleError) else " ".join(str(error).split())
+        raise BadInput(text) from error
     directory = Path(HydraConfig.get().runtime.output_dir)
     recorder = make_recorder(config, job, schema.plain(composed), directory) if rendezvous.rank() == 0 else None
     try:
         train(job, recorder, directory / "train.log")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:  # Ctrl-C or SIGTERM: no error of the job, and it ends a sweep
         print(f"interrupted; what was recorded is in {directory}", file=sys.stderr)
-        raise SystemExit(130) from None  # not an error of the job: in a sweep it ends the sweep
+        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
 
 
 def prepare(config: schema.Config) -> Job:
@@ -54,10 +58,9 @@ def prepare(config: schema.Config) -> Job:
     build_model = config.model.builder()
     build_data = config.data.builder(batch_size=config.batch_size, seed=config.seed)
     model, data, devices = build_model(), build_data(), choose_devices(config)
-    warn_of_slow_choices(config, devices)
-    inputs = TensorSpec.of(data.train.inputs(0))
-    plan = make_plan(config, model, inputs, devices.of(0))
+    plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0))
     plan.check_targets(data.classes)
+    warn_of_slow_choices(config, devices)
     return Job(config, plan, devices, build_model, build_data, config.data.validation_batches)
 
 
@@ -86,15 +89,12 @@ def make_recorder(config: schema.Config, job: Job, values: dict[str, object], di
         config=values,
     )
     sinks: list[Sink] = [ProgressLine()]
-    if config.logger.name == "wandb":
-        sweep = Path(hydra_config.sweep.dir).name if hydra_config.mode is RunMode.MULTIRUN else None
-        chosen = config.logger
-        sinks.append(
-            WandbLogger(project=chosen.project, mode=chosen.mode, group=chosen.group or sweep, tags=chosen.tags)
-        )
+    if (logger := config.logger).name == "wandb":
+        group = logger.group or (Path(hydra_config.sweep.dir).name if hydra_config.mode is RunMode.MULTIRUN else None)
+        sinks.append(WandbLogger(project=logger.project, mode=logger.mode, group=group, tags=logger.tags))
     print_plan(plan, model, Console())
     return Recorder(directory, facts, sinks)
 
 
 if __name__ == "__main__":
-    main()
+    command_line.run(main)

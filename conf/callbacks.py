@@ -57,8 +57,10 @@ class JobStatus(Callback):
         jobs = [json.loads(file.read_text()) for file in found]
         failed = [job for job in jobs if job["status"] == "failed"]
         print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished: {config.hydra.sweep.dir}")
+        everywhere = set.intersection(*(set(job["overrides"]) for job in jobs)) if jobs[1:] else set()
         for job in failed:
-            print(f"job {job['job']} ({' '.join(job['overrides'])}) failed: {job['error']}")
+            own = [override for override in job["overrides"] if override not in everywhere]
+            print(f"job {job['job']} ({' '.join(own)}) failed: {job['error']}")
         if failed:
             raise SystemExit(1)
 

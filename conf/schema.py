@@ -171,6 +171,9 @@ class Config(Settings):
     data: Any = described(None, "the data set")
 
 
+GROUPS = ("schedule", "model", "data", "partition", "precision", "activation_checkpoint", "optimizer", "logger")
+"""The groups that take exactly one option; `experiment` and `debug` change several of these, and may be combined."""
+
 SCHEMAS: Mapping[str, Mapping[str, type[Target]]] = {
     "model": {"gpt": Gpt, "resnet": ResNet},
     "data": {
@@ -197,6 +200,25 @@ def register() -> None:
     OmegaConf.register_new_resolver("groups", _groups_help, replace=True)
     OmegaConf.register_new_resolver("run_directory", _run_directory, replace=True)
     OmegaConf.register_new_resolver("output_subdirectory", _output_subdirectory, replace=True)
+    OmegaConf.register_new_resolver("writer", _writer, replace=True)
+
+
+def check_choices(choices: Mapping[str, Any]) -> None:
+    """Refuse none or several options of a group: Hydra would take the code's defaults, or mix the options silently.
+
+    Args:
+        choices: what was chosen in each group (`HydraConfig.get().runtime.choices`, where lists of options are absent).
+
+    Raises:
+        ValueError: the first such group, and how to choose.
+    """
+    for group in GROUPS:
+        if not isinstance(choices.get(group), str):
+            example = _options(group)[0]
+            raise ValueError(
+                f"{group} takes exactly one option, not none or a list: use {group}={example}, or sweep over several "
+                f"with -m {group}={','.join(_options(group)[:2])}"
+            )
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -208,10 +230,7 @@ def to_config(composed: DictConfig) -> Config:
     """
     unread = sorted(_unread(composed, Config()))
     if unread:
-        known = [field.name for field in fields(Config)]
-        near = difflib.get_close_matches(unread[0].split(".")[-1], known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"nothing reads {', '.join(unread)}{hint}: drop the +, or see --help for the fields there are")
+        raise ValueError(f"nothing reads {', '.join(unread)}: drop the +, or see --help for the fields there are")
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give one on the command line, {missing[0]}=...")
@@ -236,12 +255,13 @@ def plain(composed: DictConfig) -> dict[str, Any]:
 
 
 def _unread(node: DictConfig, shape: Any, path: str = "") -> Iterator[str]:
-    """Keys that were added with + and have no field."""
+    """Keys that were added with + and have no field, each with the field that was perhaps meant."""
     names = {field.name for field in fields(shape)}
     for key in node:
         value = node._get_node(key)
         if key not in names:
-            yield f"{path}{key!s}"
+            near = difflib.get_close_matches(str(key), names, n=1)
+            yield f"{path}{key!s}" + (f" (did you mean {path}{near[0]}?)" if near else "")
         elif isinstance(value, DictConfig) and not value._is_none():
             inner = OmegaConf.get_type(value)
             if inner is not None and is_dataclass(inner):
@@ -262,6 +282,11 @@ def _output_subdirectory() -> str | None:
     return ".hydra" if not _launched() or os.environ["RANK"] == "0" else None
 
 
+def _writer() -> str:
+    """Who writes into the log from this process; the ranks that we start prefix their lines themselves."""
+    return f"rank {os.environ['RANK']}" if _launched() else "launcher"
+
+
 def _launched() -> bool:
     return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
@@ -271,12 +296,14 @@ def _launched() -> bool:
 
 def _groups_help() -> str:
     """Every config group with its options."""
-    folders = sorted(folder for folder in Path(__file__).parent.iterdir() if any(folder.glob("*.yaml")))
-    width = max(len(folder.name) for folder in folders)
-    return "\n".join(
-        f"  {folder.name:{width}}  {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
-        for folder in folders
-    )
+    groups = sorted(folder.name for folder in Path(__file__).parent.iterdir() if any(folder.glob("*.yaml")))
+    width = max(map(len, groups))
+    return "\n".join(f"  {group:{width}}  {', '.join(_options(group))}" for group in groups)
+
+
+def _options(group: str) -> list[str]:
+    """The names that a group can be set to."""
+    return sorted(file.stem for file in (Path(__file__).parent / group).glob("*.yaml"))
 
 
 def _fields_help() -> str:

@@ -56,19 +56,27 @@ def boundaries(
         autocast: makes the context that the run's forward passes are under.
 
     Raises:
-        ValueError: BatchNorm would see a single value a channel, or a layer refuses its input's shape.
+        ValueError: BatchNorm would see a single value a channel, a layer refuses its input's shape, or a stage's first
+            layer overwrites its input.
         TypeError: a stage's output is not a tensor.
     """
     specs = [TensorSpec(inputs.shape, dtype if inputs.dtype.is_floating_point else inputs.dtype)]
     ends = {sum(counts[: stage + 1]) for stage in range(len(counts))}
+    starts = {0} | ends
     with torch.device("meta"):
         modules = [layer.build().train() for layer in layers]
     with FakeTensorMode(), torch.device(device):
         value = torch.empty(specs[0].shape, dtype=specs[0].dtype)
         for index, (layer, module) in enumerate(zip(layers, modules, strict=True), start=1):
             give_memory(module, device, dtype)
+            received, version = value, value._version
             with autocast():
                 value = _checked_forward(layer, module, value)
+            if index - 1 in starts and received._version != version:
+                raise ValueError(
+                    f"layer {layer.name} overwrites its input, which its stage keeps for the backward: use an "
+                    "operation out of place, or a cut that leaves this layer inside a stage"
+                )
             if index in ends:
                 specs.append(TensorSpec.of(value))
     return tuple(specs)

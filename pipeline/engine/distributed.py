@@ -29,7 +29,7 @@ def channels(schedules: Iterable[Schedule]) -> tuple[Channel, ...]:
                 for schedule in schedules
                 for row in schedule.rows
                 for action in row
-                if not action.type.is_compute
+                if action.type.is_communication
             }
         )
     )

@@ -14,6 +14,7 @@ from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.stage import Stage
 from pipeline.engine.trace import Trace, clock_for
 from pipeline.engine.transport import Receive, Transport
+from pipeline.engine.weight_gradient import WeightGradients
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.grid import grid
 from pipeline.schedule.schedule import Schedule, channel, message
@@ -45,7 +46,7 @@ class Pass:
 
     inputs: Tensor
     output: Tensor | None = None
-    gradient: Tensor | None = None
+    weights: WeightGradients | None = None
     held: list[Held] = field(default_factory=list)
 
 
@@ -57,6 +58,7 @@ class StepState:
     trace: Trace
     inputs: dict[int, Tensor]
     passes: dict[tuple[int, int], Pass] = field(default_factory=dict)
+    weights: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
     handover: dict[Hashable, Tensor] = field(default_factory=dict)
     receives: dict[Hashable, Receive] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -103,12 +105,17 @@ class Executor:
         self._row = schedule.rows[rank]
         self._device = next(iter(stages.values())).placement.device
         self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
+        self._split = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.W}
+        for stage in {stage for stage, _ in self._split}:
+            stages[stage].split_backward()
         self._handlers = {
             ActionType.F: self._evaluate if schedule.forward_only else self._forward,
             ActionType.R: self._recompute,
             ActionType.B: self._backward,
-            ActionType.I: self._backward_input,
+            ActionType.I: self._backward,
             ActionType.W: self._backward_weight,
+            ActionType.OVERLAP_F_B: self._overlapped,
+            ActionType.REDUCE_GRAD: self._reduce,
             ActionType.SEND_F: self._send,
             ActionType.SEND_B: self._send,
             ActionType.RECV_F: self._post_receive,
@@ -131,28 +138,30 @@ class Executor:
         for position, action in enumerate(self._row):
             self.position = position
             awaited = self._awaited(action, state)
-            while awaited is not None and not awaited.arrived():
+            while not all(receive.arrived() for receive in awaited.values()):
                 yield action
             try:
                 self._run(action, state, awaited)
             except Exception as error:
-                raise ActionError(self._describe(action, batch.step, error)) from error
+                raise ActionError(self._describe(action, batch.step + 1, error)) from error
             self.completed += 1
         self._transport.finish_step()
         return StepResult(state.loss(), state.trace.events())
 
-    def _run(self, action: Action, state: StepState, awaited: Receive | None) -> None:
+    def _run(self, action: Action, state: StepState, awaited: Mapping[Hashable, Receive]) -> None:
         if not action.type.is_compute:
             self._handlers[action.type](state, action)
             return
-        if awaited is not None:
-            state.handover[_needed(action)] = awaited.wait()
+        for needed, receive in awaited.items():
+            state.handover[needed] = receive.wait()
         start = state.trace.mark()
         self._handlers[action.type](state, action)
         state.trace.add(action, start)
 
-    def _awaited(self, action: Action, state: StepState) -> Receive | None:
-        return state.receives.pop(_needed(action), None) if action.type in _CONSUMERS else None
+    def _awaited(self, action: Action, state: StepState) -> dict[Hashable, Receive]:
+        """The posted receives that bring what `action` takes."""
+        needed = [_needed(part) for part in action.compute if part.type in _CONSUMERS]
+        return {key: state.receives.pop(key) for key in needed if key in state.receives}
 
     # Compute
 
@@ -161,52 +170,66 @@ class Executor:
         passed = Pass(self._take_inputs(state, action))
         state.passes[action.stage, action.microbatch] = passed
         self._hold(passed, passed.inputs)
+        if not recomputed:
+            passed.weights = self._deferred(action)
         with self._watch(not recomputed), torch.set_grad_enabled(not recomputed):
-            output = self._stage_forward(state, action, passed.inputs)
+            output = self._stage_forward(state, action, passed.inputs, passed.weights)
         if not recomputed:
             passed.output = output
         self._hand_on(state, action, output.detach(), None if recomputed else passed)
 
     def _evaluate(self, state: StepState, action: Action) -> None:
         with torch.no_grad():
-            output = self._stage_forward(state, action, self._take_inputs(state, action))
+            output = self._stage_forward(state, action, self._take_inputs(state, action), None)
         self._hand_on(state, action, output, None)
 
     def _recompute(self, state: StepState, action: Action) -> None:
         passed = state.passes[action.stage, action.microbatch]
+        passed.weights = self._deferred(action)
         with self.stages[action.stage].recomputing(), self._watch(True), torch.enable_grad():
-            passed.output = self._stage_forward(state, action, passed.inputs)
+            passed.output = self._stage_forward(state, action, passed.inputs, passed.weights)
+        self._hold(passed, passed.output)
 
     def _backward(self, state: StepState, action: Action) -> None:
+        """B, and I: the same pass, for I has left the weights' gradients of plain modules to W."""
         passed = state.passes.pop((action.stage, action.microbatch))
-        assert passed.output is not None, "validated: F or R comes before B"
-        torch.autograd.backward(passed.output, self._take_gradient(state, action, passed.output))
+        assert passed.output is not None, "validated: F or R comes before B and I"
+        gradient = self._take_gradient(state, action, passed.output)
+        if passed.output.requires_grad:  # nothing to train up to here otherwise
+            torch.autograd.backward(passed.output, gradient)
         self._hand_back(state, action, passed.inputs.grad, passed.inputs)
-
-    def _backward_input(self, state: StepState, action: Action) -> None:
-        passed = state.passes[action.stage, action.microbatch]
-        assert passed.output is not None, "validated: F or R comes before I"
-        passed.gradient = self._take_gradient(state, action, passed.output)
-        if passed.inputs.requires_grad:
-            (gradient,) = torch.autograd.grad(
-                passed.output, passed.inputs, passed.gradient, retain_graph=True, allow_unused=True
-            )
-            self._hand_back(state, action, gradient, passed.inputs)
+        if passed.weights is not None:
+            state.weights[action.stage, action.microbatch] = passed.weights
 
     def _backward_weight(self, state: StepState, action: Action) -> None:
-        passed = state.passes.pop((action.stage, action.microbatch))
-        parameters = [p for _, p in self.stages[action.stage].named_parameters() if p.requires_grad]
-        assert passed.output is not None, "validated: I comes before W"
-        if parameters:
-            torch.autograd.backward(passed.output, passed.gradient, inputs=parameters)
+        state.weights.pop((action.stage, action.microbatch)).apply()
 
-    def _stage_forward(self, state: StepState, action: Action, inputs: Tensor) -> Tensor:
+    def _overlapped(self, state: StepState, action: Action) -> None:
+        """Both parts, one after the other; under `release="each"` the forward's output leaves between them."""
+        for part in action.parts:
+            self._handlers[part.type](state, part)
+            send = Action(part.stage, ActionType.SEND_F, part.microbatch)
+            if self.schedule.release == "each" and part.type is ActionType.F and send in self._row:
+                self._send(state, send)
+
+    def _reduce(self, state: StepState, action: Action) -> None:
+        """A single replica has nothing to reduce; a stage's gradient is complete as it stands."""
+
+    def _deferred(self, action: Action) -> WeightGradients | None:
+        if (action.stage, action.microbatch) not in self._split:
+            return None
+        return WeightGradients(None if self.meter is None else self.meter.hold)
+
+    def _stage_forward(
+        self, state: StepState, action: Action, inputs: Tensor, weights: WeightGradients | None
+    ) -> Tensor:
         stage, batch = self.stages[action.stage], state.batch
         targets = None
         if stage.loss is not None:
             assert batch.targets is not None, "the last stage's rank loads the targets"
             targets = batch.targets[action.microbatch].to(self._device)
-        return stage.forward(inputs, targets, weight=batch.weight, step=batch.step, microbatch=action.microbatch)
+        with stage.deferring(weights):
+            return stage.forward(inputs, targets, weight=batch.weight, step=batch.step, microbatch=action.microbatch)
 
     # What goes in and out of a pass
 
@@ -239,9 +262,9 @@ class Executor:
     # Communication
 
     def _send(self, state: StepState, action: Action) -> None:
-        self._transport.send(
-            channel(action, self.schedule.stage_to_rank), message(action), state.handover.pop(message(action))
-        )
+        tensor = state.handover.pop(message(action), None)
+        if tensor is not None:  # else it left in the middle of an overlapped pair
+            self._transport.send(channel(action, self.schedule.stage_to_rank), message(action), tensor)
 
     def _post_receive(self, state: StepState, action: Action) -> None:
         stage = action.stage if action.type is ActionType.RECV_F else action.stage + 1

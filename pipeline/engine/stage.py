@@ -14,6 +14,7 @@ from pipeline.engine.boundary import Autocast
 from pipeline.engine.materialize import materialize, named_tensors
 from pipeline.engine.model import Layer, Loss, Model
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
+from pipeline.engine.weight_gradient import Deferral, WeightGradients, split_weight_gradients
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Stage:
             materialize(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
             for layer in layers
         )
+        self._deferral: Deferral | None = None
         self._seeds = tuple(name_seed(placement.seed, layer.name) for layer in layers) if model.stochastic else ()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -68,6 +70,25 @@ class Stage:
             if alias.startswith(layer.prefix) and any(name == alias for name, _ in named_tensors(module, layer.prefix)):
                 setattr(module.get_submodule(path), key, owner)
 
+    def split_backward(self) -> None:
+        """Prepare for backwards in two parts: I, then W. Without `deferring` a backward stays whole."""
+        if self._deferral is None:
+            self._deferral = Deferral()
+            for module in self.modules:
+                split_weight_gradients(module, self._deferral)
+
+    @contextmanager
+    def deferring(self, weights: WeightGradients | None) -> Iterator[None]:
+        """While open, forwards prepare their plain modules to leave the weights' gradients in `weights`."""
+        if self._deferral is None or weights is None:
+            yield
+            return
+        self._deferral.store = weights
+        try:
+            yield
+        finally:
+            self._deferral.store = None
+
     def train(self, mode: bool) -> None:
         """Switch every layer between training and evaluation."""
         for module in self.modules:
@@ -86,7 +107,7 @@ class Stage:
         with self.placement.autocast():
             value = inputs
             for position, module in enumerate(self.modules):
-                if self._seeds:
+                if self._seeds and module.training:  # an evaluation leaves the generators alone
                     seed_layer(mixed_seed(self._seeds[position], step, microbatch), self.placement.device)
                 value = module(value)
             if self.loss is None:

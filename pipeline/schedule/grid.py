@@ -12,8 +12,9 @@ from collections.abc import Collection, Sequence
 from pipeline.schedule.actions import Action
 from pipeline.schedule.costs import CostModel, nominal_costs
 from pipeline.schedule.errors import Place, ScheduleError, mark_word, marked_rows
+from pipeline.schedule.events import Event
 from pipeline.schedule.schedule import Schedule
-from pipeline.schedule.simulate import Event, simulate
+from pipeline.schedule.simulate import simulate
 
 _GAP = " ... "
 
@@ -59,8 +60,10 @@ def _timed_rows(
     schedule: Schedule, events: Sequence[Sequence[Event]], places: frozenset[Place], width: int | None
 ) -> list[str]:
     words = [_words(schedule, rank, places) for rank in range(schedule.pp)]
-    cell = 1 + max((len(word) for row in words for word in row), default=0)
     slots = [_slots(row, _unit(events)) for row in events]
+    cell = 1 + max(
+        (_room(*drawn) for pair in zip(words, slots, strict=True) for drawn in zip(*pair, strict=True)), default=0
+    )
     labels = [f"rank {rank:>{len(str(schedule.pp - 1))}}  " for rank in range(schedule.pp)]
     rows = [_row(words[rank], slots[rank], _cuts(schedule, rank), cell) for rank in range(schedule.pp)]
     length = max(map(len, rows))
@@ -75,10 +78,20 @@ def _words(schedule: Schedule, rank: int, places: frozenset[Place]) -> list[str]
     """The row's compute actions; a stage's number is shown where some rank holds several."""
     several = schedule.stages > schedule.pp
     return [
-        mark_word(str(action) if several else f"{action.type.value}{action.microbatch}", (rank, at) in places)
+        mark_word("+".join(_word(part, several) for part in action.compute), (rank, at) in places)
         for at, action in enumerate(schedule.rows[rank])
         if action.type.is_compute
     ]
+
+
+def _word(action: Action, with_stage: bool) -> str:
+    return str(action) if with_stage else f"{action.type.value}{action.microbatch}"
+
+
+def _room(word: str, slot: tuple[int, int]) -> int:
+    """How many characters of a slot a word needs. A pair's word may reach over all of its slots."""
+    count = slot[1]
+    return (len(word) + count) // count - 1 if "+" in word else len(word)
 
 
 def _unit(events: Sequence[Sequence[Event]]) -> float:

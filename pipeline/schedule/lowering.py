@@ -9,8 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from pipeline.schedule.actions import Action, ActionType
-from pipeline.schedule.errors import schedule_error
-from pipeline.schedule.schedule import Channel, Message, Schedule, channel, message
+from pipeline.schedule.errors import Place, ScheduleError, schedule_error
+from pipeline.schedule.schedule import Channel, Message, Schedule, channel, makes, message, takes
 
 
 def lower(schedule: Schedule, *, activation_checkpoint: str = "never", prefetch: int = 2) -> Schedule:
@@ -39,8 +39,9 @@ def place_recomputation(schedule: Schedule, recomputed: Callable[[int, int], boo
 
     def with_recomputation(row: Iterable[Action]) -> Iterator[Action]:
         for action in row:
-            if action.type.is_backward and recomputed(action.stage, action.microbatch):
-                yield Action(action.stage, ActionType.R, action.microbatch)
+            for part in action.compute:
+                if part.type.is_backward and recomputed(part.stage, part.microbatch):
+                    yield Action(part.stage, ActionType.R, part.microbatch)
             yield action
 
     return schedule.with_rows(with_recomputation(row) for row in schedule.rows)
@@ -76,53 +77,50 @@ def hoist_receives(schedule: Schedule, prefetch: int) -> Schedule:
 def _with_sends(schedule: Schedule, row: Iterable[Action]) -> Iterator[Action]:
     for action in row:
         yield action
-        if action.type is ActionType.F:
-            send, neighbor = ActionType.SEND_F, action.stage + 1
-        elif action.type.is_backward:
-            send, neighbor = ActionType.SEND_B, action.stage - 1
-        else:
-            continue
-        if _crosses_ranks(schedule, action.stage, neighbor):
-            yield Action(action.stage, send, action.microbatch)
+        for part in action.compute:
+            made = makes(part, schedule.stages)
+            if made is not None and _crosses_ranks(schedule, made):
+                kind = ActionType.SEND_F if made.kind == "activation" else ActionType.SEND_B
+                yield Action(part.stage, kind, part.microbatch)
 
 
 def _with_receives(schedule: Schedule, rank: int, unreceived: dict[Channel, deque[Message]]) -> Iterator[Action]:
     posted: set[Action] = set()
     for position, action in enumerate(schedule.rows[rank]):
-        receive = _receive_for(schedule, action)
-        while receive is not None and receive not in posted:
-            waiting = unreceived[channel(receive, schedule.stage_to_rank)]
-            if not waiting:
-                wanted = message(receive)
-                raise schedule_error(
-                    f"{action} on rank {rank} takes the {wanted.kind} of stage {wanted.source_stage}, microbatch "
-                    f"{wanted.microbatch}, which no rank computes for it",
-                    schedule,
-                    [(rank, position)],
-                )
-            moved = waiting.popleft()
-            post = Action(moved.destination_stage, receive.type, moved.microbatch)
-            posted.add(post)
-            yield post
+        for receive in filter(None, (_receive_for(schedule, part) for part in action.compute)):
+            while receive not in posted:
+                waiting = unreceived[channel(receive, schedule.stage_to_rank)]
+                if not waiting:
+                    raise _never_made(schedule, receive, (rank, position))
+                moved = waiting.popleft()
+                post = Action(moved.destination_stage, receive.type, moved.microbatch)
+                posted.add(post)
+                yield post
         yield action
+
+
+def _never_made(schedule: Schedule, receive: Action, place: Place) -> ScheduleError:
+    rank, position = place
+    wanted = message(receive)
+    return schedule_error(
+        f"{schedule.rows[rank][position]} on rank {rank} takes the {wanted.kind} of stage {wanted.source_stage}, "
+        f"microbatch {wanted.microbatch}, which no rank computes for it",
+        schedule,
+        [place],
+    )
 
 
 def _receive_for(schedule: Schedule, action: Action) -> Action | None:
     """The receive that brings what `action` consumes, if another rank makes it."""
-    if action.type is ActionType.F:
-        receive, neighbor = ActionType.RECV_F, action.stage - 1
-    elif action.type.is_backward:
-        receive, neighbor = ActionType.RECV_B, action.stage + 1
-    else:
+    taken = takes(action, schedule.stages)
+    if taken is None or not _crosses_ranks(schedule, taken):
         return None
-    return (
-        Action(action.stage, receive, action.microbatch) if _crosses_ranks(schedule, action.stage, neighbor) else None
-    )
+    kind = ActionType.RECV_F if taken.kind == "activation" else ActionType.RECV_B
+    return Action(action.stage, kind, action.microbatch)
 
 
-def _crosses_ranks(schedule: Schedule, stage: int, neighbor: int) -> bool:
-    ranks = schedule.stage_to_rank
-    return 0 <= neighbor < len(ranks) and ranks[stage] != ranks[neighbor]
+def _crosses_ranks(schedule: Schedule, moved: Message) -> bool:
+    return schedule.stage_to_rank[moved.source_stage] != schedule.stage_to_rank[moved.destination_stage]
 
 
 def _hoisted(row: tuple[Action, ...], prefetch: int) -> Iterator[Action]:

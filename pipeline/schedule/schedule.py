@@ -1,10 +1,8 @@
-"""A schedule: one frozen value that says what every rank does, in order, with its text and CSV forms."""
+"""A schedule: one frozen value that says what every rank does, in order, with its text form."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -12,6 +10,8 @@ from typing import Literal, NamedTuple
 from pipeline.schedule.actions import Action, ActionType
 
 Row = tuple[Action, ...]
+
+Release = Literal["end", "each"]
 
 
 class Phases(NamedTuple):
@@ -31,6 +31,8 @@ class Schedule:
     stage_to_rank: tuple[int, ...]
     microbatches: int
     forward_only: bool = False
+    release: Release = "end"
+    """When the outputs of an overlapped pair leave: both at its end, or each once its part is done."""
 
     @property
     def pp(self) -> int:
@@ -45,7 +47,7 @@ class Schedule:
     @property
     def is_lowered(self) -> bool:
         """Whether the rows hold sends and receives (at pp=1 there are none to hold)."""
-        return any(not action.type.is_compute for row in self.rows for action in row)
+        return any(action.type.is_communication for row in self.rows for action in row)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages `rank` holds, ascending."""
@@ -56,20 +58,20 @@ class Schedule:
         return replace(self, rows=tuple(tuple(row) for row in rows))
 
     def compute_only(self) -> Schedule:
-        """The same schedule without sends and receives."""
+        """The same schedule without sends, receives and reductions."""
         return self.with_rows(_compute(row) for row in self.rows)
 
     def phases(self, rank: int) -> Phases:
         """Warmup, steady and cooldown of a rank's compute actions.
 
         Steady runs from the first forward directly followed by a backward to the last backward directly preceded by a
-        forward (`R` and `W` in between don't count). Warmup is what comes before, cooldown what comes after; a row
-        without such a pair is all warmup.
+        forward (`R` and `W` in between don't count; an overlapped pair is both). Warmup is what comes before, cooldown
+        what comes after; a row without such a pair is all warmup.
         """
         row = tuple(_compute(self.rows[rank]))
-        turns = [i for i, action in enumerate(row) if action.type is ActionType.F or action.type.is_backward]
-        neighbors = pairwise(turns)
-        pairs = [(i, j) for i, j in neighbors if row[i].type is ActionType.F and row[j].type.is_backward]
+        parts = ((i, part.type) for i, action in enumerate(row) for part in action.compute)
+        turns = [(i, kind) for i, kind in parts if kind is ActionType.F or kind.is_backward]
+        pairs = [(i, j) for (i, one), (j, next_one) in pairwise(turns) if one is ActionType.F and next_one.is_backward]
         if not pairs:
             return Phases(row, (), ())
         first, last = pairs[0][0], pairs[-1][1] + 1
@@ -84,6 +86,7 @@ class Schedule:
             f"stage_to_rank: {' '.join(map(str, self.stage_to_rank))}",
             f"microbatches: {self.microbatches}",
             f"forward_only: {'yes' if self.forward_only else 'no'}",
+            *([f"release: {self.release}"] if self.release != "end" else []),
         ]
         rows = [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows)]
         return "\n".join(header + rows) + "\n"
@@ -98,32 +101,14 @@ class Schedule:
         forward_only = _field(lines, "forward_only").strip()
         if forward_only not in ("yes", "no"):
             raise ValueError(f"forward_only is {forward_only!r}: use yes or no")
+        rest = [line for line in lines if line.strip()]
+        release = rest.pop(0).removeprefix("release:").strip() if rest and rest[0].startswith("release:") else "end"
+        if release not in ("end", "each"):
+            raise ValueError(f"release is {release!r}: use end or each")
         rows = [
-            tuple(map(Action.parse, _field(iter([line]), f"rank {rank}").split()))
-            for rank, line in enumerate(line for line in lines if line.strip())
+            tuple(map(Action.parse, _field(iter([line]), f"rank {rank}").split())) for rank, line in enumerate(rest)
         ]
-        return cls(name, tuple(rows), placement, microbatches, forward_only == "yes")
-
-    def to_csv(self) -> str:
-        """torch.pipelining's CSV: one line a rank, one word a cell. Keeps the rows alone."""
-        file = io.StringIO()
-        csv.writer(file, lineterminator="\n").writerows(map(str, row) for row in self.rows)
-        return file.getvalue()
-
-    @classmethod
-    def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """Read a CSV of rows (empty cells, torch's bubbles, are skipped); placement and microbatches follow from them.
-
-        ValueError for a cell that is no action, a stage missing or on two ranks, a rank without stages.
-        """
-        lines = csv.reader(io.StringIO(text.rstrip()))
-        rows = tuple(tuple(Action.parse(cell.strip()) for cell in line if cell.strip()) for line in lines)
-        actions = [action for row in rows for action in row]
-        if not actions:
-            raise ValueError("the CSV holds no action: use one line a rank, one word such as 0F0 a cell")
-        microbatches = 1 + max(action.microbatch for action in actions)
-        forward_only = not any(action.type.is_backward for action in actions)
-        return cls(name, rows, _placement(rows), microbatches, forward_only)
+        return cls(name, tuple(rows), placement, microbatches, forward_only == "yes", release)  # type: ignore[arg-type]
 
 
 class Channel(NamedTuple):
@@ -132,6 +117,15 @@ class Channel(NamedTuple):
     source: int
     destination: int
     kind: Literal["activation", "gradient"]
+
+
+Communicator = Callable[[Channel], Hashable]
+"""Names the communicator that a channel uses. Each rank's operations on one communicator are one FIFO."""
+
+
+def one_a_channel(channel: Channel) -> Hashable:
+    """The communicators that the engine makes: none is shared."""
+    return channel
 
 
 class Message(NamedTuple):
@@ -145,6 +139,29 @@ class Message(NamedTuple):
     def destination_stage(self) -> int:
         """The stage that takes it."""
         return self.source_stage + (1 if self.kind == "activation" else -1)
+
+    @property
+    def boundary(self) -> int:
+        """The boundary it crosses: the stage before it."""
+        return min(self.source_stage, self.destination_stage)
+
+
+def takes(action: Action, stages: int) -> Message | None:
+    """What an F, B or I consumes of a neighboring stage, on another rank or the same. None where there is no such."""
+    if action.type is ActionType.F and action.stage > 0:
+        return Message("activation", action.stage - 1, action.microbatch)
+    if action.type.is_backward and action.stage < stages - 1:
+        return Message("gradient", action.stage + 1, action.microbatch)
+    return None
+
+
+def makes(action: Action, stages: int) -> Message | None:
+    """What an F, B or I produces for a neighboring stage, on another rank or the same. None where there is no such."""
+    if action.type is ActionType.F and action.stage < stages - 1:
+        return Message("activation", action.stage, action.microbatch)
+    if action.type.is_backward and action.stage > 0:
+        return Message("gradient", action.stage, action.microbatch)
+    return None
 
 
 def message(action: Action) -> Message:
@@ -192,20 +209,3 @@ def _integer(word: str) -> int:
     if not (word.isascii() and word.isdigit()):
         raise ValueError(f"{word!r} in the schedule's text is not a count: use digits")
     return int(word)
-
-
-def _placement(rows: tuple[Row, ...]) -> tuple[int, ...]:
-    """The rank of each stage, as the rows show it."""
-    holder: dict[int, int] = {}
-    for rank, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"line {rank + 1} of the CSV is empty: give rank {rank} a stage or drop the line")
-        for action in row:
-            if holder.setdefault(action.stage, rank) != rank:
-                raise ValueError(
-                    f"{action} is on rank {rank}, but stage {action.stage} is on rank {holder[action.stage]}"
-                )
-    for stage in range(max(holder) + 1):
-        if stage not in holder:
-            raise ValueError(f"stage {stage} has no action in the CSV: number the stages 0 to {len(holder) - 1}")
-    return tuple(holder[stage] for stage in range(len(holder)))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.actions import NO_MICROBATCH, Action, ActionType
 from pipeline.schedule.costs import Costs
 from pipeline.schedule.errors import Place, ScheduleError, schedule_error
-from pipeline.schedule.schedule import Schedule, message
-from pipeline.schedule.simulate import in_flight, simulate
+from pipeline.schedule.lowering import lower
+from pipeline.schedule.memory import in_flight, peak_in_flight
+from pipeline.schedule.schedule import Communicator, Schedule, message, one_a_channel
+from pipeline.schedule.simulate import simulate
 
 __all__ = ["ScheduleError", "validate"]
 
 F, B, I, W, R = ActionType.F, ActionType.B, ActionType.I, ActionType.W, ActionType.R  # noqa: E741
+REDUCE_GRAD = ActionType.REDUCE_GRAD
 
 Key = tuple[ActionType, int, int]
 """An action as type, stage and microbatch: cheaper to make than an Action, and there are hundreds of thousands."""
@@ -21,21 +24,38 @@ Places = dict[Key, Place]
 """Where each action stands."""
 
 
-def validate(schedule: Schedule, *, memory_cap: Sequence[int] | None = None) -> None:
+def validate(
+    schedule: Schedule,
+    *,
+    memory_cap: Sequence[int] | None = None,
+    prefetch: Iterable[int] = (),
+    communicator: Communicator = one_a_channel,
+) -> None:
     """Raise ScheduleError unless `schedule`, compute-only or lowered, does every step's work and finishes.
 
-    `memory_cap` bounds each rank's activations in flight, in microbatch x stage. Linear in the number of actions.
+    Linear in the number of actions.
+
+    Args:
+        schedule: a lowered one is proven as it stands: each message is sent and received, a communicator's n-th
+            receive takes its n-th send whatever the tags say, and no rank waits forever when a send keeps its place on
+            its communicator until the receive is posted.
+        memory_cap: bounds each rank's activations in flight, in microbatch x stage, released at B or W.
+        prefetch: windows of receives posted ahead (see `lower`) under which a compute-only schedule must finish, too.
+        communicator: which communicator each channel uses; the engine's are one a channel.
     """
     _check_shape(schedule)
     places = _check_places(schedule)
     _check_complete(schedule, places)
     _check_order(schedule, places)
+    _check_reductions(schedule, places)
     if schedule.is_lowered:
         _check_boundaries(schedule, places)
-    # Finds deadlocks and crossed receives. Whether a schedule finishes doesn't depend on the costs.
-    peaks = simulate(schedule, Costs()).peak_in_flight
     if memory_cap is not None:
-        _check_memory(schedule, peaks, memory_cap)
+        _check_memory(schedule, memory_cap)
+    # Finds deadlocks and crossed receives. Whether a schedule finishes doesn't depend on the costs.
+    simulate(schedule, Costs(), communicator=communicator)
+    for window in prefetch:
+        simulate(lower(schedule, prefetch=window), Costs(), communicator=communicator)
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -53,7 +73,7 @@ def _check_places(schedule: Schedule) -> Places:
     """Every action belongs where it stands, and stands there once."""
     places: Places = {}
     for rank, row in enumerate(schedule.rows):
-        for at, action in enumerate(row):
+        for at, action in ((at, part) for at, whole in enumerate(row) for part in whole.compute):
             problem = _misplaced(schedule, rank, action)
             if problem is not None:
                 raise schedule_error(f"{action} {problem}", schedule, [(rank, at)])
@@ -67,7 +87,7 @@ def _check_places(schedule: Schedule) -> Places:
 def _misplaced(schedule: Schedule, rank: int, action: Action) -> str | None:
     if not 0 <= action.stage < schedule.stages:
         return f"names stage {action.stage}, but stages are 0 to {schedule.stages - 1}"
-    if not 0 <= action.microbatch < schedule.microbatches:
+    if action.type is not REDUCE_GRAD and not 0 <= action.microbatch < schedule.microbatches:
         return f"names microbatch {action.microbatch}, but microbatches are 0 to {schedule.microbatches - 1}"
     holder = schedule.stage_to_rank[action.stage]
     return None if holder == rank else f"is on rank {rank}, but stage {action.stage} is on rank {holder}"
@@ -105,10 +125,11 @@ def _check_order(schedule: Schedule, places: Places) -> None:
     for (kind, stage, microbatch), place in places.items():
         for input_kind, offset in _INPUTS[kind]:
             other = places.get((input_kind, stage + offset, microbatch))
-            if other is not None and other[0] == place[0] and other[1] > place[1]:
+            if other is not None and other[0] == place[0] and other[1] >= place[1]:
                 late, early = Action(stage + offset, input_kind, microbatch), Action(stage, kind, microbatch)
+                where = "comes before" if other[1] > place[1] else "is overlapped with"
                 raise schedule_error(
-                    f"{early} comes before {late} on rank {place[0]}, but needs it", schedule, [place, other]
+                    f"{early} {where} {late} on rank {place[0]}, but needs it", schedule, [place, other]
                 )
 
 
@@ -124,8 +145,23 @@ _INPUTS: Mapping[ActionType, tuple[tuple[ActionType, int], ...]] = {
     ActionType.SEND_B: ((B, 0), (I, 0)),
     ActionType.RECV_F: (),
     ActionType.RECV_B: (),
+    REDUCE_GRAD: (),
 }
 """What an action needs of those its own rank may hold, as type and offset of the stage, for the same microbatch."""
+
+
+def _check_reductions(schedule: Schedule, places: Places) -> None:
+    """A stage's gradients are reduced, if the schedule reduces them, after all its backwards."""
+    for (kind, stage, microbatch), place in places.items():
+        reduced = places.get((REDUCE_GRAD, stage, NO_MICROBATCH))
+        if kind in (B, I, W) and reduced is not None and reduced < place:
+            early, late = Action(stage, REDUCE_GRAD, NO_MICROBATCH), Action(stage, kind, microbatch)
+            raise schedule_error(
+                f"{early} comes before {late} on rank {place[0]}, but needs it", schedule, [reduced, place]
+            )
+        if kind is REDUCE_GRAD and schedule.forward_only:
+            early = Action(stage, kind, microbatch)
+            raise schedule_error(f"{early} on rank {place[0]} has no gradient to reduce", schedule, [place])
 
 
 def _check_boundaries(schedule: Schedule, places: Places) -> None:
@@ -143,7 +179,7 @@ def _check_boundaries(schedule: Schedule, places: Places) -> None:
                 [places[owner] for owner in owners if owner in places],
             )
     for (kind, stage, microbatch), place in places.items():
-        if not kind.is_compute and (kind, stage, microbatch) not in expected:
+        if kind.is_communication and (kind, stage, microbatch) not in expected:
             action = Action(stage, kind, microbatch)
             raise schedule_error(f"{action} on rank {place[0]} crosses no boundary between ranks", schedule, [place])
 
@@ -162,10 +198,10 @@ def _communication(schedule: Schedule) -> Iterator[Key]:
                 yield ActionType.RECV_B, stage, microbatch
 
 
-def _check_memory(schedule: Schedule, peaks: Sequence[int], cap: Sequence[int]) -> None:
+def _check_memory(schedule: Schedule, cap: Sequence[int]) -> None:
     if len(cap) != schedule.pp:
         raise ValueError(f"memory_cap has {len(cap)} entries for {schedule.pp} ranks: use one a rank")
-    for rank, (peak, most) in enumerate(zip(peaks, cap, strict=True)):
+    for rank, (peak, most) in enumerate(zip(peak_in_flight(schedule), cap, strict=True)):
         if peak > most:
             first = next(at for at, held in enumerate(in_flight(schedule, rank)) if held > most)
             raise schedule_error(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.training import rendezvous
 from pipeline.training.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -39,14 +40,12 @@ def choose_devices(settings: Settings) -> Devices:
             GPU lacks.
     """
     in_process = settings.launch == "in_process"
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", settings.pp))
+    ranks_here = _ranks_here(settings)
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     needed = 1 if in_process or settings.share_gpu else ranks_here
     if settings.device == "cuda" and gpus < needed:
         raise ValueError(_too_few_gpus(gpus, needed))
     if settings.device == "cpu" or gpus < needed:
-        if gpus:
-            _log.warning("%s for %d ranks: using the CPU; share_gpu=true lets them share it", _count(gpus), ranks_here)
         return Devices("cpu", shared=in_process, backend="gloo")
     _check_gpu_precision(settings.precision.autocast)
     shared = in_process or (settings.share_gpu and gpus < ranks_here)
@@ -55,15 +54,24 @@ def choose_devices(settings: Settings) -> Devices:
 
 def warn_of_slow_choices(settings: Settings, devices: Devices) -> None:
     """One line for each choice that works but is slow here."""
-    cores = os.cpu_count() or 1
     if devices.type != "cpu":
         return
+    gpus = torch.cuda.device_count() if settings.device == "auto" else 0
+    if gpus:
+        few, ranks = _count(gpus), _ranks_here(settings)
+        _log.warning("%s for %d ranks: using the CPU; share_gpu=true lets the ranks share GPUs", few, ranks)
+    cores = os.cpu_count() or 1
     if settings.launch == "processes" and settings.pp > cores:
         _log.warning(
             "%d ranks share %d CPU cores: times and bubbles are those of a crowded machine", settings.pp, cores
         )
     if settings.precision.autocast == "float16":
         _log.warning("fp16 is emulated on a CPU and many times slower than fp32: use precision=bf16 or fp32 for speed")
+
+
+def _ranks_here(settings: Settings) -> int:
+    """How many ranks this machine gets."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", settings.pp)) if rendezvous.is_launched() else settings.pp
 
 
 def _check_gpu_precision(autocast: str | None) -> None:

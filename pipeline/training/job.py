@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
 from pipeline.training.devices import Devices
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
-from pipeline.training.launch import launch
+from pipeline.training.launch import launch, sigterm_raises
 from pipeline.training.plan import Plan
 from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.rank import Rank
@@ -74,7 +75,7 @@ def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
         RankFailure: a rank of a local launch failed; all are gone.
         Exception: whatever ended a rank in this process.
     """
-    with _recorded(recorder) as report:
+    with sigterm_raises(), _recorded(recorder) as report:
         if rendezvous.is_launched():
             _train_here(job, report)
         elif job.settings.launch == "in_process":
@@ -88,14 +89,23 @@ def _recorded(recorder: Recorder | None) -> Iterator[Report]:
     if recorder is None:
         yield lambda message: None
         return
-    recorder.start()
     try:
+        recorder.start()
         yield recorder
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        recorder.finish("interrupted" if interrupted else "failed", f"{type(error).__name__}: {error}")
+        recorder.finish("interrupted" if interrupted else "failed", _describe(error))
         raise
     recorder.finish("finished")
+
+
+def _describe(error: BaseException) -> str:
+    """What summary.json says of a bad end."""
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C"
+    if isinstance(error, SystemExit):
+        return "SIGTERM" if error.code == 128 + signal.SIGTERM else f"exit with status {error.code}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _train_here(job: Job, report: Report) -> None:
@@ -134,11 +144,8 @@ def _train_ranks(
     placement = Placement(
         device, parameter_dtype(settings.precision), autocast(settings.precision, device.type), settings.seed
     )
-    _log.info(
-        "%s on %s",
-        ", ".join(f"rank {number}: stages {job.plan.schedule.stages_of(number)}" for number in numbers),
-        device,
-    )
+    stages = ", ".join(str(stage) for number in numbers for stage in job.plan.schedule.stages_of(number))
+    _log.info("this process holds %s %s, on %s", "stages" if "," in stages else "stage", stages, device)
     ranks = [Rank(number, job.plan, model, placement, transport, settings.optimizer) for number in numbers]
     ends = any(rank.holds_first or rank.holds_last for rank in ranks)
     trainer = Trainer(

@@ -52,7 +52,10 @@ class RankFailure(RuntimeError):
         self.details = details
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {self.reason}" + (f"\n{self.details.rstrip()}" if self.details else "")
+        if not self.details:
+            return f"rank {self.rank} {self.reason}"
+        # the traceback ends with the whole message: a grid in it needn't be shown twice
+        return f"rank {self.rank} {self.reason.splitlines()[0]}\n{self.details.rstrip()}"
 
 
 class _Likelihood(enum.IntEnum):
@@ -107,7 +110,7 @@ def launch(
     if ranks < 1:
         raise ValueError(f"ranks ({ranks}) must be at least 1: use 1 or more")
     work = _pickled(target, payload)
-    with _sigterm_raises():
+    with sigterm_raises():
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         job = _Job(on_message)
         try:
@@ -342,7 +345,8 @@ def _raise_exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _sigterm_raises() -> contextlib.AbstractContextManager[None]:
+def sigterm_raises() -> contextlib.AbstractContextManager[None]:
+    """SIGTERM raises SystemExit(143) inside the block, so that it is ended like a Ctrl-C."""
     return _handlers(_raise_exit, signal.SIGTERM)
 
 

@@ -36,7 +36,7 @@ def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     if settings.decay == "constant":
         return settings.learning_rate
-    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    progress = (step - settings.warmup_steps) / max(1, steps - 1 - settings.warmup_steps)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return settings.learning_rate * (settings.final_ratio + (1 - settings.final_ratio) * cosine)
 

@@ -64,10 +64,10 @@ class Plan:
         return sum(sum(self.layers[index].parameters.values()) for index in self.layers_of(stage))
 
     def rank_parameters(self, rank: int) -> int:
-        """The parameters a rank holds: a tied pair on one rank is one."""
+        """The parameters a rank holds: tied ones on one rank are one."""
         held = [name for stage in self.schedule.stages_of(rank) for name in self._names(stage)]
         sizes = {name: size for layer in self.layers for name, size in layer.parameters.items()}
-        return sum(sizes[name] for name in held if self.tied.get(name) not in held)
+        return sum({self.tied.get(name, name): sizes[name] for name in held}.values())
 
     def rank_of(self, parameter: str) -> int:
         """The rank that holds a parameter."""

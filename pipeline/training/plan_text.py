@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.schedule.actions import ActionType
 from pipeline.schedule.grid import grid
 from pipeline.training.plan import Plan
 
@@ -14,14 +15,17 @@ _LONGEST_GRID = 16
 
 def print_plan(plan: Plan, model: str, console: Console) -> None:
     """Print the stages, the grid and the predictions."""
-    console.print(_stages(plan, model))
+    # no title of the table: rich pads one with spaces to the table's width
+    title = f"{model}: {plan.parameters:,} parameters in {len(plan.layers)} layers"
+    console.print(title, highlight=False, markup=False)
+    console.print(_stages(plan))
     if plan.schedule.pp <= _LONGEST_GRID:
         console.print(grid(plan.program, width=console.width), highlight=False, markup=False, no_wrap=True)
     console.print(_predictions(plan), highlight=False)
 
 
-def _stages(plan: Plan, model: str) -> Table:
-    table = Table(title=f"{model}: {plan.parameters:,} parameters in {len(plan.layers)} layers", title_justify="left")
+def _stages(plan: Plan) -> Table:
+    table = Table()
     for name in ("stage", "rank", "layers", "parameters"):
         table.add_column(name, justify="right" if name == "parameters" else "left")
     for stage, rank in enumerate(plan.schedule.stage_to_rank):
@@ -32,15 +36,18 @@ def _stages(plan: Plan, model: str) -> Table:
 
 
 def _predictions(plan: Plan) -> str:
-    """The simulator's numbers under nominal costs, and what each rank holds in flight."""
+    """The simulator's numbers under nominal costs, and what each rank holds in flight; lines of under 80 columns."""
     predicted = plan.predicted
     per_rank = plan.schedule.stages // plan.schedule.pp
     unit = "microbatches" if per_rank == 1 else f"microbatches x stages ({per_rank} stages a rank)"
     sizes = sorted(set(plan.microbatch_sizes), reverse=True)
-    samples = " or ".join(map(str, sizes))
+    samples = f"{' or '.join(map(str, sizes))} {'sample' if sizes == [1] else 'samples'}"
+    recomputing = any(action.type is ActionType.R for row in plan.program.rows for action in row)
+    costs = "F=1, B=2, R=1" if recomputing else "F=1, B=2"
     return (
-        f"{plan.schedule.microbatches} microbatches of {samples} samples; predicted (F=1, B=2 a rank, no transfer): "
-        f"makespan {predicted.makespan:g}, makespan bubble {predicted.makespan_bubble:.1%}, span bubble "
-        f"{predicted.span_bubble:.1%}\n"
+        f"{plan.schedule.microbatches} microbatches of {samples}\n"
+        f"predicted with {costs} a rank and no transfer: makespan {predicted.makespan:g}\n"
+        f"predicted bubbles: makespan {100 * predicted.makespan_bubble:.1f} %, "
+        f"span {100 * predicted.span_bubble:.1f} %\n"
         f"in flight at most, by rank: {', '.join(map(str, predicted.peak_in_flight))} {unit}"
     )

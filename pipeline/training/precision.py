@@ -53,6 +53,11 @@ class LossScale:
     growth_interval: int = 2000
     good_steps: int = 0
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a smaller scale may cure an overflow: below 1 the numbers themselves are at fault."""
+        return self.dynamic and self.value > 1
+
     @classmethod
     def start(cls, initial: float) -> LossScale:
         """A dynamic scale from `initial`; with 1.0 a scale that stays 1.0.

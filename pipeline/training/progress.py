@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -64,7 +65,7 @@ class ProgressLine:
         """Take the live line down; after a good end, print the table."""
         self._stop_live()
         if not failed:
-            self._console.print(*summary_tables(summary), sep="\n")
+            self._console.print("summary", *summary_tables(summary), sep="\n")
             self._console.print(f"run directory: {self._directory}", markup=False, highlight=False, soft_wrap=True)
 
     def _text(self, metrics: StepMetrics, now: float) -> str:
@@ -102,11 +103,11 @@ class ProgressLine:
         ranks = "1 rank" if facts.pp == 1 else f"{facts.pp} ranks"
         self._task = self._live.add_task("", total=facts.steps, text=f"starting {ranks}")
         self._live.start()
-        # A handler made earlier writes to the terminal itself, through the live line; rich stands in sys.stdout now.
+        # A handler made earlier would write through the live line.
         for handler in logging.getLogger().handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream in before:
                 self._moved.append((handler, handler.stream))
-                handler.setStream(sys.stdout)
+                handler.setStream(cast(TextIO, _AboveTheLine(self._console)))
 
     def _stop_live(self) -> None:
         for handler, stream in self._moved:
@@ -117,9 +118,20 @@ class ProgressLine:
             self._live = None
 
 
+class _AboveTheLine(io.TextIOBase):
+    """A stream whose lines appear above the live line. They aren't broken to fit: a path stays whole."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, text: str) -> int:
+        self._console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        return len(text)
+
+
 def summary_tables(summary: Mapping[str, Any]) -> tuple[Table, Table]:
     """The end of a run as two tables: what was trained, how well and how fast; and what each rank held."""
-    run = Table(title="summary", title_justify="left", show_header=False)
+    run = Table(show_header=False)
     for label, text in _rows(summary):
         run.add_row(label, text)
     ranks = Table()

@@ -91,7 +91,9 @@ def _stage(index: int, plan: Plan, model: Model, placement: Placement) -> Stage:
 
 def _tie(stages: Mapping[int, Stage], tied: Mapping[str, str]) -> None:
     held: dict[str, nn.Parameter] = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
-    for alias, owner in tied.items():
-        if alias in held and owner in held:
+    for owner in set(tied.values()):
+        # the first held here stands for the others: the owner may be on another rank
+        names = [name for name in (owner, *(alias for alias, of in tied.items() if of == owner)) if name in held]
+        for name in names[1:]:
             for stage in stages.values():
-                stage.tie(alias, held[owner])
+                stage.tie(name, held[names[0]])

@@ -199,13 +199,13 @@ class Recorder:
         # Imported here: matplotlib takes half a second that a run which fails early need not pay. The first time on a
         # machine it builds a font cache, which is no news to the user.
         logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
-        from pipeline.report import timeline
+        from pipeline.report import timeline, trace
 
         facts = self.facts
         title = f"{facts.schedule}, {facts.model}, pp={facts.pp}, {facts.microbatches} microbatches"
         figure = self.directory / "timeline.png"
         try:
-            timeline.write_trace(self.directory / "timeline.json", measured, facts.predicted)
+            trace.write_trace(self.directory / "timeline.json", measured, facts.predicted)
             timeline.draw(figure, measured, facts.predicted, title=title)
         except Exception:
             log.warning("the timeline could not be drawn; the run's numbers are in summary.json", exc_info=True)

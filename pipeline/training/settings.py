@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,12 +114,19 @@ class Settings:
                 f"microbatches={self.microbatches} is more than batch_size={self.batch_size}: every microbatch needs "
                 f"a sample, so use microbatches={self.batch_size} or fewer, or a larger batch"
             )
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout:g} is not positive: give the seconds that a message may take")
+        if not 0 < self.timeout <= _LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout={self.timeout:g} is out of range: give the seconds that a message may take, such as 300"
+            )
         if self.gradient_clip is not None and not self.gradient_clip > 0:
             raise ValueError(f"gradient_clip={self.gradient_clip:g} is not positive: use a positive norm, or null")
         for name, words in _WORDS.items():
             self._check_word(name, words)
+        if not 1 <= self.precision.loss_scale < math.inf:
+            raise ValueError(
+                f"precision.loss_scale={self.precision.loss_scale:g} is out of range: use 1 (no scaling) or more, such "
+                "as 65536"
+            )
         self._check_optimizer()
 
     def _check_word(self, path: str, words: tuple[str, ...]) -> None:
@@ -134,16 +142,21 @@ class Settings:
 
     def _check_optimizer(self) -> None:
         chosen = self.optimizer
-        if not chosen.learning_rate > 0:
-            raise ValueError(f"optimizer.learning_rate={chosen.learning_rate:g} is not positive: use one such as 1e-3")
+        if not 0 < chosen.learning_rate < math.inf:
+            raise ValueError(
+                f"optimizer.learning_rate={chosen.learning_rate:g} is not a positive number: use one such as 1e-3"
+            )
         if chosen.warmup_steps < 0:
             raise ValueError(f"optimizer.warmup_steps={chosen.warmup_steps} is negative: use 0 or more")
         if len(chosen.betas) != 2 or not all(0 <= beta < 1 for beta in chosen.betas):
             raise ValueError(f"optimizer.betas={chosen.betas} must be two numbers in [0, 1): use [0.9,0.95]")
         for name in ("weight_decay", "momentum", "final_ratio"):
-            if getattr(chosen, name) < 0:
-                raise ValueError(f"optimizer.{name}={getattr(chosen, name):g} is negative: use 0 or more")
+            if not 0 <= getattr(chosen, name) < math.inf:
+                raise ValueError(f"optimizer.{name}={getattr(chosen, name):g} is out of range: use 0 or more")
 
+
+_LONGEST_TIMEOUT = 1e9
+"""In seconds; torch keeps time limits as whole nanoseconds in 64 bits."""
 
 _LOWEST = {
     "seed": 0,

@@ -117,7 +117,7 @@ class Trainer:
         """Run every step.
 
         Raises:
-            NonFiniteError: a loss or gradient is not finite (but for an overflow that a dynamic loss scale answers).
+            NonFiniteError: a loss or gradient is not finite (but for an overflow that a smaller loss scale may cure).
             ActionError: an action of the program failed.
         """
         settings, began = self.settings, time.perf_counter()
@@ -176,7 +176,7 @@ class Trainer:
         counted = {rank.rank: rank.counted_gradients(self._tied_ranks) for rank in self.ranks}
         norm = gradients.global_norm(counted, self._group) / self._scale.value
         overflow = not math.isfinite(norm)
-        if overflow and not self._scale.dynamic:
+        if overflow and not self._scale.can_shrink:
             raise NonFiniteError(f"the gradient's norm is {norm} at step {step + 1}: lower optimizer.learning_rate")
         if not overflow:
             self._step_optimizers(step, self._factor(norm))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import Autocast, TensorSpec
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Model
 from pipeline.engine.stage import Placement, Stage
 from pipeline.engine.transport import InProcessTransport
+from pipeline.schedule.library import forward_only, options_of
+from pipeline.schedule.lowering import lower
+from pipeline.schedule.schedule import Schedule
+from pipeline.schedule.validate import validate
 from pipeline.training.gradients import sum_tied_gradients
 from pipeline.training.group import LocalGroup
 from pipeline.training.plan import Plan, make_plan, microbatch_sizes
@@ -36,7 +40,7 @@ def settings_for(
     schedule: str, pp: int, microbatches: int, batch_size: int, *, checkpoint: str = "never", **more: object
 ) -> Settings:
     """Settings of a small run; interleaved schedules get two stages a rank."""
-    stages_per_rank = 2 if schedule == "interleaved_1f1b" else 1
+    stages_per_rank = 2 if "stages_per_rank" in options_of(schedule) else 1
     settings = Settings(
         pp=pp,
         microbatches=microbatches,
@@ -49,15 +53,29 @@ def settings_for(
     return settings
 
 
-def placement(dtype: torch.dtype = torch.float64, seed: int = 0) -> Placement:
-    """The CPU without autocast."""
-    return Placement(CPU, dtype, nullcontext, seed)
+def placement(dtype: torch.dtype = torch.float64, seed: int = 0, autocast: Autocast = nullcontext) -> Placement:
+    """The CPU, without autocast unless one is given."""
+    return Placement(CPU, dtype, autocast, seed)
 
 
 def plan_for(settings: Settings, model: Model, inputs: Tensor, dtype: torch.dtype = torch.float64) -> Plan:
     """A plan with the boundaries of `dtype`."""
     settings.precision.parameters = str(dtype).removeprefix("torch.")
     return make_plan(settings, model, TensorSpec.of(inputs), CPU)
+
+
+def plan_with(
+    schedule: Schedule, model: Model, inputs: Tensor, *, checkpoint: str = "never", dtype: torch.dtype = torch.float64
+) -> Plan:
+    """A plan for any schedule, written by hand or not; layers are cut uniformly."""
+    validate(schedule)
+    written = settings_for("gpipe", schedule.stages, schedule.microbatches, len(inputs))
+    program = lower(schedule, activation_checkpoint=checkpoint)
+    evaluation = lower(forward_only(schedule.stage_to_rank, schedule.microbatches))
+    for lowered in (program, evaluation):
+        validate(lowered)
+    plan = plan_for(written, model, inputs, dtype)
+    return replace(plan, schedule=schedule, program=program, evaluation=evaluation)
 
 
 def microbatches_of(plan: Plan, model: Model, inputs: Tensor, targets: Tensor, step: int = 0) -> Microbatches:
@@ -68,12 +86,19 @@ def microbatches_of(plan: Plan, model: Model, inputs: Tensor, targets: Tensor, s
     )
 
 
-def build_ranks(plan: Plan, model: Model, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Rank]:
+def build_ranks(
+    plan: Plan,
+    model: Model,
+    *,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    autocast: Autocast = nullcontext,
+    optimizer: OptimizerSettings | None = None,
+) -> list[Rank]:
     """All ranks of a plan on one in-process transport."""
-    transport = InProcessTransport()
+    transport, where = InProcessTransport(), placement(dtype, seed, autocast)
     return [
-        Rank(rank, plan, model, placement(dtype, seed), transport, OptimizerSettings())
-        for rank in range(plan.schedule.pp)
+        Rank(rank, plan, model, where, transport, optimizer or OptimizerSettings()) for rank in range(plan.schedule.pp)
     ]
 
 

@@ -6,30 +6,16 @@ import functools
 import itertools
 
 import pytest
-import torch
 
-from models.gpt import gpt
 from models.resnet import resnet
+from pipeline.schedule import library
 from tests.engine.harness import Outcome, assert_equal_outcomes, pipelined, plain_loop, settings_for
+from tests.engine.samples import images, small_gpt, text
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+OTHERS = tuple(name for name in library.SCHEDULES if name not in SCHEDULES)
 MODES = ("never", "except_last", "always")
 RANKS = (1, 2, 3, 4)
-
-
-def small_gpt(dropout: float = 0.0, tie: bool = True):
-    return gpt(layers=6, width=16, heads=2, context=8, vocabulary=32, dropout=dropout, tie_embeddings=tie)
-
-
-def text(batch_size: int):
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 32, (batch_size, 9), generator=draw)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def images(batch_size: int, size: int = 64):
-    draw = torch.Generator().manual_seed(2)
-    return torch.randn(batch_size, 3, size, size, generator=draw), torch.randint(0, 10, (batch_size,), generator=draw)
 
 
 @functools.cache
@@ -50,6 +36,27 @@ def test_gpt_equals_the_whole_batch_in_one_call(schedule, pp, microbatches, mode
     settings = settings_for(schedule, pp, microbatches, 10, checkpoint=mode)
     found = pipelined(settings, small_gpt(), *text(10))
     assert_equal_outcomes(found, whole_batch_gpt(10))
+
+
+def possible(cases):
+    """dualpipe_v needs two microbatches a rank and more."""
+    return [case for case in cases if case[0] != "dualpipe_v" or case[2] >= 2 * case[1]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches", "mode"),
+    possible(itertools.product(OTHERS, RANKS, (3, 8), ("never", "always"))),
+)
+def test_gpt_on_every_other_schedule(schedule, pp, microbatches, mode):
+    """Among them those with split backwards, V placements and overlapped pairs."""
+    found = pipelined(settings_for(schedule, pp, microbatches, 10, checkpoint=mode), small_gpt(), *text(10))
+    assert_equal_outcomes(found, whole_batch_gpt(10))
+
+
+@pytest.mark.parametrize(("schedule", "pp", "mode"), itertools.product(OTHERS, (2, 3), ("never", "except_last")))
+def test_resnet_on_every_other_schedule(schedule, pp, mode):
+    found = pipelined(settings_for(schedule, pp, 6, 8, checkpoint=mode), resnet(depth=18, classes=10), *images(8))
+    assert_equal_outcomes(found, microbatch_resnet(18, 8, 6))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 import pipeline.schedule.grid as module
 from pipeline.schedule.actions import Action
 from pipeline.schedule.grid import grid
-from pipeline.schedule.library import SCHEDULES, forward_only, gpipe, interleaved_1f1b, one_f_one_b, write
+from pipeline.schedule.library import forward_only, gpipe, interleaved_1f1b, one_f_one_b
 from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Costs
+from tests.schedule.strategies import library_schedules
 
 
 def lines(text: str) -> list[str]:
@@ -119,7 +120,7 @@ def test_a_culprit_in_the_middle_stays_in_sight() -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
-    st.builds(write, st.sampled_from(sorted(SCHEDULES)), st.integers(1, 12), st.integers(1, 20)),
+    library_schedules(12, 20),
     st.integers(40, 200),
     st.floats(0.3, 7),
 )
@@ -130,4 +131,19 @@ def test_no_line_is_too_long_and_nothing_is_lost(schedule: Schedule, width: int,
     several = schedule.stages > schedule.pp
     for row, line in zip(schedule.rows, drawn, strict=True):
         shown = [word.strip("-") for word in line.replace("|", " ").split()[2:]]
-        assert shown == [str(action) if several else f"{action.type.value}{action.microbatch}" for action in row]
+        words = [[str(a) if several else f"{a.type.value}{a.microbatch}" for a in action.compute] for action in row]
+        assert shown == ["+".join(word) for word in words]
+
+
+def test_an_overlapped_pair_is_one_word_over_its_slots() -> None:
+    row = tuple(map(Action.parse, ["0F0", "1F0", "0F1", "(1F1;1B0)OVERLAP_F_B", "0B0", "1B1", "0B1"]))
+    assert lines(grid(Schedule("pair", (row,), (0, 0), 2))) == [
+        "pair: 1 rank, 2 microbatches (warmup | steady | cooldown)",
+        "rank 0   0F0 1F0 0F1|1F1+1B0----|0B0---- 1B1---- 0B1----",
+    ]
+
+
+def test_a_marked_pair() -> None:
+    row = tuple(map(Action.parse, ["0F0", "0F1", "(1F0;0B1)OVERLAP_F_B"]))
+    drawn = grid(Schedule("stuck", (row,), (0, 0), 2), mark=row[2])
+    assert lines(drawn)[1] == "rank 0  0F0 0F1 >(1F0;0B1)OVERLAP_F_B<"

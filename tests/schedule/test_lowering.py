@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.errors import ScheduleError
-from pipeline.schedule.library import SCHEDULES, forward_only, gpipe, interleaved_1f1b, one_f_one_b, write
+from pipeline.schedule.library import forward_only, gpipe, interleaved_1f1b, one_f_one_b
 from pipeline.schedule.lowering import add_communication, hoist_receives, lower, place_recomputation
 from pipeline.schedule.schedule import Channel, Message, Schedule, channel, message
 from pipeline.schedule.simulate import Costs, simulate
 from pipeline.schedule.validate import validate
+from tests.schedule.strategies import library_schedules
 
 
 def rows(schedule: Schedule) -> list[str]:
@@ -64,6 +65,37 @@ def test_receives_follow_the_senders_order() -> None:
     crossed = by_hand("0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0", stage_to_rank=(0, 1), microbatches=2)
     lowered = add_communication(crossed)
     assert rows(lowered)[1].startswith("1RECV_F0 1RECV_F1 1F1 1F0 1B1")
+    validate(lowered)
+
+
+def test_an_overlapped_pair_receives_for_both_before_it_and_sends_for_both_after_it() -> None:
+    pair = by_hand(
+        "0F0 0F1 0B0 0B1",
+        "1F0 (1F1;1B0)OVERLAP_F_B 1B1",
+        "2F0 2B0 2F1 2B1",
+        stage_to_rank=(0, 1, 2),
+        microbatches=2,
+    )
+    lowered = add_communication(pair)
+    assert rows(lowered)[1] == (
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1RECV_B0 (1F1;1B0)OVERLAP_F_B 1SEND_F1 1SEND_B0 1RECV_B1 1B1 1SEND_B1"
+    )
+    validate(lowered)
+
+
+def test_the_backward_of_a_pair_is_recomputed_before_the_pair() -> None:
+    pair = by_hand("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", stage_to_rank=(0,), microbatches=3)
+    lowered = place_recomputation(pair, lambda stage, microbatch: microbatch == 0)
+    assert rows(lowered) == ["0F0 0F1 0R0 (0F2;0B0)OVERLAP_F_B 0B1 0B2"]
+    validate(lowered)
+
+
+def test_a_reduction_stays_where_it_is() -> None:
+    reducing = by_hand("0F0 0B0 0REDUCE_GRAD", "1F0 1B0 1REDUCE_GRAD", stage_to_rank=(0, 1), microbatches=1)
+    lowered = lower(reducing)
+    assert rows(lowered) == ["0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD"]
+    assert not reducing.is_lowered
+    validate(reducing)
     validate(lowered)
 
 
@@ -134,13 +166,10 @@ def outstanding_beyond_need(schedule: Schedule, placed: Schedule, rank: int) -> 
     return [early - needed for early, needed in pairs]
 
 
-any_schedule = st.builds(write, st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 10)) | st.builds(
-    interleaved_1f1b, st.integers(1, 4), st.integers(1, 9), st.integers(1, 4)
-)
-
-
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(any_schedule, st.integers(0, 8), st.sampled_from(["never", "except_last", "always"]))
+@given(
+    library_schedules(5, 10, stages_per_rank=4), st.integers(0, 8), st.sampled_from(["never", "except_last", "always"])
+)
 def test_what_lowering_promises(schedule: Schedule, prefetch: int, checkpoint: str) -> None:
     before = schedule.to_text()
     recomputing = place_recomputation(schedule, lambda stage, microbatch: checkpoint == "always")

@@ -1,24 +1,37 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.schedule.actions import Action, ActionType
-from pipeline.schedule.library import SCHEDULES, forward_only, gpipe, interleaved_1f1b, one_f_one_b, write
+from pipeline.schedule.actions import NO_MICROBATCH, Action, ActionType
+from pipeline.schedule.library import gpipe, interleaved_1f1b, one_f_one_b
 from pipeline.schedule.lowering import lower
-from pipeline.schedule.schedule import Channel, Message, Schedule, channel, message, route
+from pipeline.schedule.schedule import Channel, Message, Schedule, channel, makes, message, route, takes
+from tests.schedule.strategies import library_schedules
 
-any_action = st.builds(Action, st.integers(0, 9), st.sampled_from(ActionType), st.integers(0, 9))
+digit = st.integers(0, 9)
+any_action = st.builds(Action, digit, st.sampled_from([kind for kind in ActionType if len(kind.value) < 7]), digit)
+any_pair = st.builds(
+    Action.overlap,
+    st.builds(Action, digit, st.just(ActionType.F), digit),
+    st.builds(Action, digit, st.just(ActionType.B), digit),
+)
+any_reduction = st.builds(Action, digit, st.just(ActionType.REDUCE_GRAD), st.just(NO_MICROBATCH))
 any_schedule = st.builds(
     Schedule,
     name=st.text().filter(lambda name: "\n" not in name),
-    rows=st.lists(st.lists(any_action, max_size=6).map(tuple), max_size=4).map(tuple),
+    rows=st.lists(st.lists(any_action | any_pair | any_reduction, max_size=6).map(tuple), max_size=4).map(tuple),
     stage_to_rank=st.lists(st.integers(0, 9), max_size=6).map(tuple),
     microbatches=st.integers(0, 99),
     forward_only=st.booleans(),
+    release=st.sampled_from(["end", "each"]),
 )
-library_schedule = st.builds(write, st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 9))
+library_schedule = library_schedules(5, 9)
+
+PAIR = "(0F3;1B1)OVERLAP_F_B"
 
 
 def words(row: tuple[Action, ...]) -> str:
@@ -36,10 +49,10 @@ def test_text_loses_nothing(schedule: Schedule) -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(library_schedule, st.booleans())
-def test_csv_loses_nothing_but_the_name(schedule: Schedule, lowered: bool) -> None:
-    schedule = lower(schedule, activation_checkpoint="except_last") if lowered else schedule
-    assert Schedule.from_csv(schedule.to_csv(), name=schedule.name) == schedule
+@given(library_schedule)
+def test_text_loses_nothing_of_a_program(schedule: Schedule) -> None:
+    program = lower(schedule, activation_checkpoint="except_last")
+    assert Schedule.from_text(program.to_text()) == program
 
 
 def test_text_is_readable() -> None:
@@ -49,33 +62,11 @@ def test_text_is_readable() -> None:
     )
 
 
-def test_csv_is_torchs() -> None:
-    assert one_f_one_b(2, 2).to_csv() == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-
-
-def test_csv_with_torchs_bubbles() -> None:
-    schedule = Schedule.from_csv("0F0,0F1,,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n\r\n", name="1f1b")
-    assert schedule == one_f_one_b(2, 2)
-
-
-def test_csv_without_backward_is_forward_only() -> None:
-    schedule = forward_only((0, 1), 3)
-    assert Schedule.from_csv(schedule.to_csv(), name="forward_only") == schedule
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "holds no action"),
-        ("0F0,0X0\n", "'0X0' is not an action"),
-        ("0F0\n2F0\n", "stage 1 has no action"),
-        ("0F0\n1F0,0B0\n", "0B0 is on rank 1, but stage 0 is on rank 0"),
-        ("0F0\n\n1F0\n", "line 2 of the CSV is empty"),
-    ],
-)
-def test_a_broken_csv_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Schedule.from_csv(text)
+def test_text_names_the_release_where_it_is_not_the_usual_one() -> None:
+    text = replace(one_f_one_b(2, 2), release="each").to_text()
+    assert text == one_f_one_b(2, 2).to_text().replace("forward_only: no\n", "forward_only: no\nrelease: each\n")
+    with pytest.raises(ValueError, match="release is 'soon': use end or each"):
+        Schedule.from_text(text.replace("each", "soon"))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +109,8 @@ def test_counts_and_placement() -> None:
         ("0F0 0F1 0B0 0B1", "0F0", "0F1 0B0", "0B1"),
         ("0F0 0F1 0R0 0B0 0R1 0B1", "0F0", "0F1 0R0 0B0", "0R1 0B1"),
         ("0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2", "0F0", "0F1 0I0 0W0 0F2 0I1", "0I2 0W1 0W2"),
+        (f"0F0 0F1 {PAIR} 1B0 1B1", "0F0 0F1", PAIR, "1B0 1B1"),
+        (f"0F0 {PAIR} 0F4 1B0 1B1", "0F0", f"{PAIR} 0F4 1B0", "1B1"),
         ("0F0 0F1", "0F0 0F1", "", ""),
         ("", "", "", ""),
     ],
@@ -151,6 +144,25 @@ def test_the_two_ends_of_a_transfer(send: str, receive: str, moved: Message, use
         assert message(end) == moved
         assert channel(end, (0, 1, 0, 1)) == used
     assert route(moved, (0, 1, 0, 1)) == used
+
+
+@pytest.mark.parametrize(
+    ("word", "taken", "made"),
+    [
+        ("0F3", None, Message("activation", 0, 3)),
+        ("1F3", Message("activation", 0, 3), Message("activation", 1, 3)),
+        ("2F3", Message("activation", 1, 3), None),
+        ("2B3", None, Message("gradient", 2, 3)),
+        ("1I3", Message("gradient", 2, 3), Message("gradient", 1, 3)),
+        ("0B3", Message("gradient", 1, 3), None),
+        ("1W3", None, None),
+        ("1R3", None, None),
+    ],
+)
+def test_what_an_action_takes_and_makes(word: str, taken: Message | None, made: Message | None) -> None:
+    action = Action.parse(word)
+    assert (takes(action, 3), makes(action, 3)) == (taken, made)
+    assert all(moved.boundary == min(action.stage, moved.destination_stage) for moved in [made] if moved is not None)
 
 
 def test_compute_moves_no_message() -> None:

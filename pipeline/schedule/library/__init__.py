@@ -7,19 +7,52 @@ import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from pipeline.schedule.library.dualpipe_v import dualpipe_v
 from pipeline.schedule.library.forward_only import forward_only
 from pipeline.schedule.library.gpipe import gpipe
 from pipeline.schedule.library.interleaved import interleaved_1f1b
-from pipeline.schedule.library.one_f_one_b import one_f_one_b
+from pipeline.schedule.library.looped_bfs import looped_bfs
+from pipeline.schedule.library.one_f_one_b import eager_1f1b, one_f_one_b
+from pipeline.schedule.library.v_shape import v_half, v_min, zbv
+from pipeline.schedule.library.zb_auto import zb_auto
+from pipeline.schedule.library.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from pipeline.schedule.schedule import Schedule
 
-__all__ = ["SCHEDULES", "forward_only", "gpipe", "interleaved_1f1b", "one_f_one_b", "options_of", "write"]
+__all__ = [
+    "SCHEDULES",
+    "dualpipe_v",
+    "eager_1f1b",
+    "forward_only",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "looped_bfs",
+    "one_f_one_b",
+    "options_of",
+    "v_half",
+    "v_min",
+    "write",
+    "zb_auto",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]
 
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
+        "eager_1f1b": eager_1f1b,
         "interleaved_1f1b": interleaved_1f1b,
+        "looped_bfs": looped_bfs,
+        "zb_h1": zb_h1,
+        "zb_h2": zb_h2,
+        "interleaved_zb": interleaved_zb,
+        "zbv": zbv,
+        "v_half": v_half,
+        "v_min": v_min,
+        "dualpipe_v": dualpipe_v,
+        "zb_auto": zb_auto,
     }
 )
 """What `write` knows. A new schedule is a function and a line here; `forward_only` takes a placement, so isn't one."""

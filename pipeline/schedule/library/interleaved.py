@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from pipeline.schedule.actions import Action, ActionType
-from pipeline.schedule.library._common import check_counts, microbatch_groups, warm_up_then_alternate
+from pipeline.schedule.actions import ActionType
+from pipeline.schedule.library._common import (
+    check_counts,
+    in_groups,
+    looped_placement,
+    microbatch_groups,
+    warm_up_then_alternate,
+)
 from pipeline.schedule.schedule import Schedule
 
 
@@ -16,18 +22,13 @@ def interleaved_1f1b(pp: int, microbatches: int, stages_per_rank: int = 2) -> Sc
     """
     check_counts(pp, microbatches, stages_per_rank)
     groups = microbatch_groups(pp, microbatches)
+    held = [range(rank, pp * stages_per_rank, pp) for rank in range(pp)]
     rows = tuple(
         warm_up_then_alternate(
-            _actions(ActionType.F, [turn * pp + rank for turn in range(stages_per_rank)], groups),
-            _actions(ActionType.B, [turn * pp + rank for turn in reversed(range(stages_per_rank))], groups),
+            in_groups(ActionType.F, stages, groups),
+            in_groups(ActionType.B, stages[::-1], groups),
             warmup=2 * (pp - 1 - rank) + (stages_per_rank - 1) * len(groups[0]),
         )
-        for rank in range(pp)
+        for rank, stages in enumerate(held)
     )
-    placement = tuple(stage % pp for stage in range(pp * stages_per_rank))
-    return Schedule("interleaved_1f1b", rows, placement, microbatches)
-
-
-def _actions(kind: ActionType, stages: list[int], groups: list[range]) -> list[Action]:
-    """Group by group: the first stage on all of the group, then the next stage."""
-    return [Action(stage, kind, microbatch) for group in groups for stage in stages for microbatch in group]
+    return Schedule("interleaved_1f1b", rows, looped_placement(pp, stages_per_rank), microbatches)

@@ -1,0 +1,106 @@
+"""The README's commands run, shortened by overrides, and its Python examples do what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, settings_for
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SHORT = (
+    "steps=1 batch_size=6 microbatches=3 log_every=1 data.validation_batches=1 logger=none "
+    "hydra.run.dir={directory} hydra.sweep.dir={directory}"
+)
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every command of the README that starts Python."""
+    lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("python ", "torchrun "))]
+
+
+def run(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a README command in this environment; what the README sets itself stays as it is."""
+    words = shlex.split(command)
+    given = {word.split("=")[0] for word in words if "=" in word}
+    if not {"--help", "--cfg"} & set(words):
+        extra = [word for word in SHORT.format(directory=directory).split() if word.split("=")[0] not in given]
+        words += extra
+    launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return subprocess.run(
+        launcher[words[0]] + words[1:], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_there_are_commands_to_run():
+    found = commands()
+    assert any("-m" in shlex.split(command) for command in found)
+    assert "python train.py schedule=1f1b model=gpt" in found
+    assert len(found) >= 8
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command: str, tmp_path: Path):
+    done = run(command, tmp_path / "run")
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    if "--help" in command or "--cfg" in command:
+        assert "schedule" in done.stdout
+    else:
+        assert list((tmp_path / "run").rglob("summary.json")), done.stdout
+
+
+def test_refusal_is_the_one_shown(tmp_path: Path):
+    block = next(block for block in blocks("text") if block.startswith("$ python train.py"))
+    command, answer = block.strip().splitlines()
+    words = [sys.executable, *shlex.split(command)[2:], f"hydra.run.dir={tmp_path}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.strip() == answer
+
+
+def test_schedule_example(capsys: pytest.CaptureFixture[str]):
+    definition, look = blocks("python")[:2]
+    names: dict[str, object] = {}
+    exec(definition + look, names)
+    printed = capsys.readouterr().out
+    assert "gpipe_lifo: 3 ranks, 4 microbatches" in printed
+    assert float(printed.splitlines()[-1]) == pytest.approx(1 / 3)  # (p-1)/(m+p-1), as GPipe's
+
+
+def test_model_example():
+    names: dict[str, object] = {}
+    exec(blocks("python")[2], names)
+    model = names["perceptron"](classes=5, size=8)
+    draw = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(6, 3, 8, 8, generator=draw), torch.randint(0, 5, (6,), generator=draw)
+    assert_equal_outcomes(
+        pipelined(settings_for("1f1b", 3, 4, 6), model, inputs, targets), plain_loop(model, inputs, targets)
+    )
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`((?:pipeline|conf|models|data|tests)/[\w/]*\.?\w*)`", README)))
+)
+def test_files_named_exist(path: str):
+    if "gpipe_lifo" not in path and "perceptron" not in path:
+        assert (ROOT / path).exists()
+
+
+def test_pictures_exist():
+    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
+        assert (ROOT / path).stat().st_size > 10_000

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.training.settings import Settings, described
+
+
+def changed(path: str, value: Any) -> Settings:
+    settings = Settings()
+    *parents, name = path.split(".")
+    owner: Any = settings
+    for parent in parents:
+        owner = getattr(owner, parent)
+    assert hasattr(owner, name)
+    setattr(owner, name, value)
+    return settings
+
+
+def test_the_defaults_pass():
+    Settings().check()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("seed", -1, "seed=-1 is too small: use 0 or more"),
+        ("pp", 0, "pp=0 is too small: use 1 or more"),
+        ("microbatches", 0, "microbatches=0 is too small"),
+        ("batch_size", 0, "batch_size=0 is too small"),
+        ("steps", 0, "steps=0 is too small"),
+        ("prefetch", -1, "prefetch=-1 is too small: use 0 or more"),
+        ("log_every", 0, "log_every=0 is too small"),
+        ("validate_every", -1, "validate_every=-1 is too small"),
+        ("microbatches", 33, "microbatches=33 is more than batch_size=32: .* use microbatches=32 or fewer"),
+        ("timeout", 0.0, "timeout=0 is out of range"),
+        ("timeout", float("nan"), "timeout=nan is out of range"),
+        ("gradient_clip", 0.0, "gradient_clip=0 is not positive: use a positive norm, or null"),
+        ("gradient_clip", float("nan"), "gradient_clip=nan is not positive"),
+        ("precision.loss_scale", 0.5, "precision.loss_scale=0.5 is out of range"),
+        ("task", "tune", "task=tune is unknown: use train"),
+        ("launch", "threads", "launch=threads is unknown: use processes or in_process"),
+        ("device", "tpu", "device=tpu is unknown: use auto, cpu or cuda"),
+        ("partition.name", "best", "partition.name=best is unknown: use uniform, parameters or manual"),
+        ("activation_checkpoint.name", "some", "activation_checkpoint.name=some is unknown: use never, except_last or"),
+        ("optimizer.name", "lion", "optimizer.name=lion is unknown: use adamw or sgd"),
+        ("optimizer.decay", "linear", "optimizer.decay=linear is unknown: use cosine or constant"),
+        ("logger.name", "csv", "logger.name=csv is unknown: use wandb or none"),
+        ("logger.mode", "loud", "logger.mode=loud is unknown: use auto, online, offline or disabled"),
+        ("optimizer.learning_rate", 0.0, "optimizer.learning_rate=0 is not a positive number"),
+        ("optimizer.learning_rate", float("inf"), "optimizer.learning_rate=inf is not a positive number"),
+        ("optimizer.warmup_steps", -1, "optimizer.warmup_steps=-1 is negative"),
+        ("optimizer.betas", [0.9], r"optimizer.betas=\[0.9\] must be two numbers in \[0, 1\)"),
+        ("optimizer.betas", [0.9, 1.0], "must be two numbers"),
+        ("optimizer.weight_decay", -0.1, "optimizer.weight_decay=-0.1 is out of range"),
+        ("optimizer.momentum", float("nan"), "optimizer.momentum=nan is out of range"),
+        ("optimizer.final_ratio", -1.0, "optimizer.final_ratio=-1 is out of range"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_in_one_line(path, value, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        changed(path, value).check()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("path", "value"), [("gradient_clip", None), ("validate_every", 0), ("microbatches", 32)])
+def test_the_edges_pass(path, value):
+    changed(path, value).check()
+
+
+def test_runs_share_no_settings():
+    first, second = Settings(), Settings()
+    first.optimizer.betas.append(1.0)
+    first.partition.layers.append(1)
+    assert second.optimizer.betas == [0.9, 0.95]
+    assert second.partition.layers == []
+    assert described(1, "one").metadata == {"help": "one"}
