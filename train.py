@@ -29,16 +29,19 @@ def main(composed: DictConfig) -> None:
     # not at the top: torch takes seconds to import, and --help and --cfg need none of it
     from pipeline.training import rendezvous
     from pipeline.training.job import train
+    from pipeline.training.planning import plan
 
+    directory = Path(HydraConfig.get().runtime.output_dir)
     try:
         schema.check_choices(HydraConfig.get().runtime.choices)
         config = schema.to_config(composed)
+        if config.task == "plan":
+            return plan(config, directory, config.builders() if config.costs.source == "profile" else None)
         job = prepare(config)
     except (ValueError, OSError, MemoryError, OmegaConfBaseException) as error:
         # a schedule's grid, below its first line, has no place in a message of one line
         text = str(error).splitlines()[0] if isinstance(error, ScheduleError) else " ".join(str(error).split())
         raise BadInput(text) from error
-    directory = Path(HydraConfig.get().runtime.output_dir)
     recorder = make_recorder(config, job, schema.plain(composed), directory) if rendezvous.rank() == 0 else None
     try:
         train(job, recorder, directory / "train.log")
@@ -55,8 +58,7 @@ def prepare(config: schema.Config) -> Job:
     from pipeline.training.plan import make_plan
 
     check_launch(config)
-    build_model = config.model.builder()
-    build_data = config.data.builder(batch_size=config.batch_size, seed=config.seed)
+    build_model, build_data = config.builders()
     model, data, devices = build_model(), build_data(), choose_devices(config)
     plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0))
     plan.check_targets(data.classes)
@@ -70,30 +72,17 @@ def make_recorder(config: schema.Config, job: Job, values: dict[str, object], di
 
     from pipeline.training.plan_text import print_plan
     from pipeline.training.progress import ProgressLine
-    from pipeline.training.recorder import Recorder, RunFacts, Sink
+    from pipeline.training.recorder import Recorder, Sink
     from pipeline.training.wandb_logger import WandbLogger
 
-    hydra_config, plan = HydraConfig.get(), job.plan
+    hydra_config = HydraConfig.get()
     model = hydra_config.runtime.choices["model"]
-    facts = RunFacts(
-        schedule=config.schedule.name,
-        model=model,
-        pp=config.pp,
-        microbatches=config.microbatches,
-        batch_size=config.batch_size,
-        steps=config.steps,
-        parameters=plan.parameters,
-        bubble_predicted=plan.predicted.makespan_bubble,
-        units="tokens" if config.data.kind == "text" else "samples",
-        predicted=plan.predicted.events,
-        config=values,
-    )
     sinks: list[Sink] = [ProgressLine()]
     if (logger := config.logger).name == "wandb":
         group = logger.group or (Path(hydra_config.sweep.dir).name if hydra_config.mode is RunMode.MULTIRUN else None)
         sinks.append(WandbLogger(project=logger.project, mode=logger.mode, group=group, tags=logger.tags))
-    print_plan(plan, model, Console())
-    return Recorder(directory, facts, sinks)
+    print_plan(job.plan, model, Console())
+    return Recorder(directory, job.facts(model, values, tokens=config.data.kind == "text"), sinks)
 
 
 if __name__ == "__main__":

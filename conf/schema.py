@@ -170,6 +170,10 @@ class Config(Settings):
     model: Any = described(None, "the model")
     data: Any = described(None, "the data set")
 
+    def builders(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """What makes the model, and what opens the data; picklable."""
+        return self.model.builder(), self.data.builder(batch_size=self.batch_size, seed=self.seed)
+
 
 GROUPS = ("schedule", "model", "data", "partition", "precision", "activation_checkpoint", "optimizer", "logger")
 """The groups that take exactly one option; `experiment` and `debug` change several of these, and may be combined."""
@@ -231,12 +235,17 @@ def to_config(composed: DictConfig) -> Config:
     unread = sorted(_unread(composed, Config()))
     if unread:
         raise ValueError(f"nothing reads {', '.join(unread)}: drop the +, or see --help for the fields there are")
+    if composed.task == "plan" and composed.costs.source == "stated":
+        composed = composed.copy()
+        composed.model = composed.data = None  # a plan with stated costs touches neither: nothing of them can be wrong
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give one on the command line, {missing[0]}=...")
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config), "conf/config.yaml starts from the schema"
     config.check()
+    if config.data is None:
+        return config
     if config.data.validation_batches < 1:
         raise ValueError(f"data.validation_batches={config.data.validation_batches} is too small: use 1 or more")
     if config.model.kind != config.data.kind:

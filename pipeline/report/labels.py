@@ -48,7 +48,12 @@ class Labels:
 
 def text_width(text: str, size: float) -> float:
     """How many points `text` takes."""
-    return _outline(text, 10.0).get_extents().x1 * size / 10.0 if text else 0.0
+    return _width(text) * size if text else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _width(text: str) -> float:
+    return float(_outline(text, 10.0).get_extents().x1) / 10.0
 
 
 @lru_cache(maxsize=4096)

@@ -50,6 +50,9 @@ def draw_lanes(axes: Axes, rows: Rows, makespan: float, transfers: Sequence[Tran
             _draw_boxes(axes, boxes, look.face, edge)
     _draw_messages(axes, rows, transfers, top + height)
     axes.set_ylim(len(rows) - 0.5, -0.5)
+    ranks = range(0, len(rows), max(1, round(10 / room.lane_points)))
+    centers = [rank + top + height / 2 for rank in ranks]
+    axes.set_yticks(centers, [f"rank {rank}" for rank in ranks], fontsize=min(9, room.lane_points))
     _label_bars(axes, rows, room, top, height)
 
 
@@ -122,35 +125,40 @@ def _draw_messages(axes: Axes, rows: Rows, transfers: Sequence[Transfer], below:
 
 
 def _label_bars(axes: Axes, rows: Rows, room: Room, top: float, height: float) -> None:
-    """The microbatch in each bar that is wide enough, and the stage where a rank holds several."""
+    """The microbatch in each bar that could hold the widest of them, and the stage where a rank holds several."""
+    number = _widest_number(rows)
+    lengths = sorted(event.end - event.start for row in rows for event in row)
+    if lengths[-1] * room.unit_points < text_width(number, _SMALLEST) + _PADDING:
+        return
+    by_width = (lengths[len(lengths) // 4] * room.unit_points - _PADDING) / text_width(number, 1)
     several = any(len({part.stage for event in row for part in event.action.compute}) > 1 for row in rows)
-    bars = [bar for rank, row in enumerate(rows) for event in row for bar in _bars(event, rank + top, height)]
-    narrow = sorted(bar.end - bar.start for bar in bars)[len(bars) // 4] * room.unit_points - _PADDING
-    by_width = max(_SMALLEST, narrow / text_width(_widest_number(rows), 1))
+    stage = f"s{max(part.stage for row in rows for event in row for part in event.action.compute)}" if several else ""
     labels = Labels()
-    for bar in bars:
-        size = min(_LARGEST, by_width, bar.height * room.lane_points * (0.75 if bar.is_half else 0.6))
-        if size >= _SMALLEST:
-            _label_bar(labels, bar, room, size, f"s{bar.action.stage}" if several else "")
+    for rank, row in enumerate(rows):
+        for bar in (bar for event in row for bar in _bars(event, rank + top, height)):
+            size = bar.height * room.lane_points * (0.75 if bar.is_half else 0.6)
+            size = min(_LARGEST, size, max(_SMALLEST, by_width))
+            if size >= _SMALLEST:
+                _label_bar(labels, bar, room, size, number, stage)
     labels.draw(axes)
 
 
-def _label_bar(labels: Labels, bar: _Bar, room: Room, size: float, stage: str) -> None:
+def _label_bar(labels: Labels, bar: _Bar, room: Room, size: float, widest: str, widest_stage: str) -> None:
     """The stage goes under the number, in a low bar beside it, and where there is no room for it nowhere."""
-    number, color = str(bar.action.microbatch), LOOKS[bar.action.type].text
     width = (bar.end - bar.start) * room.unit_points - _PADDING
+    if text_width(widest, size) > width:
+        return
+    number, stage, color = str(bar.action.microbatch), f"s{bar.action.stage}", LOOKS[bar.action.type].text
     x, y = (bar.start + bar.end) / 2, bar.top + bar.height / 2
     stage_size = min(_STAGE_SIZE, size)
-    wide, stage_wide = text_width(number, size), text_width(stage, stage_size)
-    if wide > width:
-        return
-    if stage and bar.height * room.lane_points >= size + stage_size + 2 and stage_wide <= width:
+    stage_width = text_width(widest_stage, stage_size)
+    is_tall = bar.height * room.lane_points >= size + stage_size + 2
+    if widest_stage and is_tall and stage_width <= width:
         labels.add(x, y - 0.17 * bar.height, number, size, color)
         labels.add(x, y + 0.27 * bar.height, stage, stage_size, color)
-    elif stage and wide + stage_wide + 2 * _PADDING <= width:
-        apart = _PADDING / room.unit_points
-        labels.add(x - stage_wide / 2 / room.unit_points - apart, y, number, size, color)
-        labels.add(x + wide / 2 / room.unit_points + apart, y, stage, stage_size, color)
+    elif widest_stage and not is_tall and text_width(widest, size) + stage_width + 2 * _PADDING <= width:
+        labels.add(x - (stage_width / 2 + _PADDING) / room.unit_points, y, number, size, color)
+        labels.add(x + (text_width(number, size) / 2 + _PADDING) / room.unit_points, y, stage, stage_size, color)
     else:
         labels.add(x, y, number, size, color)
 

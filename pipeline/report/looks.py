@@ -38,7 +38,7 @@ MESSAGES = {
 }
 """Thin marks under the lane that sends: never as tall as a bar, so in gray they are no compute."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "svg.hashsalt": "pipeline",
     "text.parse_math": False,

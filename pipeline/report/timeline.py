@@ -126,8 +126,6 @@ def _draw_panel(axes: Axes, panel: _Panel, longest_seconds: float, lane: float) 
     width = axes.get_position().width * axes.get_figure().get_size_inches()[0]  # type: ignore[union-attr]
     draw_lanes(axes, panel.rows, panel.makespan, panel.transfers, Room(72 * lane, 72 * width / longest))
     axes.set_xlim(0, longest)
-    ranks = range(0, len(panel.rows), max(1, round(0.14 / lane)))
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=min(9, 72 * lane))
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8, color="#888888")
     for side in ("top", "right", "left", "bottom"):

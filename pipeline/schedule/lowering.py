@@ -16,8 +16,9 @@ from pipeline.schedule.schedule import Channel, Message, Schedule, channel, make
 def lower(schedule: Schedule, *, activation_checkpoint: str = "never", prefetch: int = 2) -> Schedule:
     """The complete program: compute, recomputation, sends and receives.
 
-    `activation_checkpoint` says which microbatches are recomputed: none, all but the last (as in GPipe), or all.
-    ValueError for another word, a negative prefetch, or a schedule that is lowered already.
+    `activation_checkpoint` says which microbatches are recomputed: none, all but the last (as in GPipe), or all. A
+    schedule that holds sends and receives already, such as one from a file, keeps them as they stand. ValueError for
+    another word, or a negative prefetch.
     """
     last = schedule.microbatches - 1
     rules: dict[str, Callable[[int, int], bool]] = {
@@ -28,19 +29,22 @@ def lower(schedule: Schedule, *, activation_checkpoint: str = "never", prefetch:
     if activation_checkpoint not in rules:
         raise ValueError(f"activation_checkpoint is {activation_checkpoint!r}: use one of {', '.join(rules)}")
     recomputing = place_recomputation(schedule, rules[activation_checkpoint])
-    return hoist_receives(add_communication(recomputing), prefetch)
+    return recomputing if schedule.is_lowered else hoist_receives(add_communication(recomputing), prefetch)
 
 
 def place_recomputation(schedule: Schedule, recomputed: Callable[[int, int], bool]) -> Schedule:
-    """Put an R directly before each backward (B or I) of which `recomputed(stage, microbatch)` holds.
+    """Put an R directly before each backward (B or I) of which `recomputed(stage, microbatch)` holds and that has none.
 
     R needs no gradient: it runs while the gradient is still on its way, and the backward waits.
     """
 
+    placed = {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.type is ActionType.R}
+
     def with_recomputation(row: Iterable[Action]) -> Iterator[Action]:
         for action in row:
             for part in action.compute:
-                if part.type.is_backward and recomputed(part.stage, part.microbatch):
+                wanted = (part.stage, part.microbatch) not in placed and recomputed(part.stage, part.microbatch)
+                if part.type.is_backward and wanted:
                     yield Action(part.stage, ActionType.R, part.microbatch)
             yield action
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from pipeline.training.launch import launch, sigterm_raises
 from pipeline.training.plan import Plan
 from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.rank import Rank
-from pipeline.training.recorder import Recorder
+from pipeline.training.recorder import Recorder, RunFacts
 from pipeline.training.settings import Settings
 from pipeline.training.trainer import Data, Trainer
 
@@ -47,6 +47,23 @@ class Job:
     build_model: Callable[[], Model]
     build_data: Callable[[], Data]
     validation_batches: int
+
+    def facts(self, model: str, config: Mapping[str, object], *, tokens: bool) -> RunFacts:
+        """What the record of this run begins with; `model` and `config` are the user's words for it."""
+        settings, plan = self.settings, self.plan
+        return RunFacts(
+            schedule=settings.schedule.name,
+            model=model,
+            pp=settings.pp,
+            microbatches=settings.microbatches,
+            batch_size=settings.batch_size,
+            steps=settings.steps,
+            parameters=plan.parameters,
+            bubble_predicted=plan.predicted.makespan_bubble,
+            units="tokens" if tokens else "samples",
+            predicted=plan.predicted.events,
+            config=config,
+        )
 
 
 def check_launch(settings: Settings) -> None:

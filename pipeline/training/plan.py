@@ -12,12 +12,13 @@ from torch import Tensor
 from pipeline import partition
 from pipeline.engine.boundary import TensorSpec, boundaries
 from pipeline.engine.model import Model
-from pipeline.schedule.library import forward_only, options_of, write
+from pipeline.schedule.library import forward_only
 from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Simulation, nominal_costs, simulate
 from pipeline.schedule.validate import validate
 from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.schedule_choice import write_schedule
 from pipeline.training.settings import Settings
 
 
@@ -132,14 +133,6 @@ def make_plan(settings: Settings, model: Model, inputs: TensorSpec, device: torc
         microbatch_sizes=sizes,
         predicted=simulate(program, nominal_costs(schedule.stages // schedule.pp)),
     )
-
-
-def write_schedule(settings: Settings) -> Schedule:
-    """The compute-only schedule that the settings name."""
-    chosen = settings.schedule
-    interleaved = chosen.stages_per_rank != 1 or "stages_per_rank" in options_of(chosen.name)
-    options = {"stages_per_rank": chosen.stages_per_rank} if interleaved else {}
-    return write(chosen.name, settings.pp, settings.microbatches, **options)
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:

@@ -22,7 +22,13 @@ class ScheduleSettings:
     """Which schedule writes the program."""
 
     name: str = described("1f1b", "the schedule's name in pipeline/schedule/library")
-    stages_per_rank: int = described(1, "stages that each rank holds (interleaved schedules: 2 or more)")
+    stages_per_rank: int = described(1, "stages that each rank holds, where the schedule leaves the choice")
+    path: str | None = described(None, "file: a schedule's text, or a CSV as torch and torchtitan write it")
+    target: str | None = described(None, "custom: module:function of (pp, microbatches, stages_per_rank)")
+    release: str = described("end", "overlapped pairs hand on both outputs at their end, or each when it is there")
+    objective: str = described("makespan", "zb_auto: make the makespan short, or the longest span of a rank")
+    placement: str = described("line", "zb_auto: line (a stage a rank) or v (two, there and back)")
+    memory_cap: Any = described(None, "zb_auto: microbatches x stages in flight, a number or one a rank; null: any")
 
 
 @dataclass
@@ -65,6 +71,24 @@ class OptimizerSettings:
 
 
 @dataclass
+class CostsSettings:
+    """What task=plan and zb_auto reckon with: a number for every stage, or a list with an entry a stage."""
+
+    source: str = described("stated", "stated (the numbers below) or profile (time the model's stages here)")
+    per: str = described("stage", "stage, or rank (the numbers are a rank's, divided by the stages it holds)")
+    forward: Any = described(1, "F")
+    backward_input: Any = described(1, "I")
+    backward_weight: Any = described(1, "W")
+    backward: Any = described(None, "B; null: I + W")
+    recompute: Any = described(None, "R; null: F")
+    overlap: Any = described(None, "an overlapped pair; null: F + B")
+    transfer: Any = described(0, "latency of a message between ranks")
+    bandwidth: float | None = described(None, "bytes a unit of time on top of the latency; null: any number")
+    boundary_bytes: Any = described(0, "bytes of a stage's output")
+    activation_bytes: Any = described(None, "bytes a microbatch holds in a stage; null: not reckoned")
+
+
+@dataclass
 class LoggerSettings:
     """Where metrics go besides the run directory."""
 
@@ -79,7 +103,7 @@ class LoggerSettings:
 class Settings:
     """Everything a run needs besides its model and its data."""
 
-    task: str = described("train", "what to do: train")
+    task: str = described("train", "train, or plan (what a schedule takes, without training)")
     launch: str = described("processes", "processes (a process a rank) or in_process (all ranks in one, for debugging)")
     device: str = described("auto", "auto (GPUs if there is one a rank), cpu or cuda")
     share_gpu: bool = described(False, "let several ranks use one GPU; messages then go through the host")
@@ -99,6 +123,7 @@ class Settings:
     activation_checkpoint: ActivationCheckpointSettings = described(ActivationCheckpointSettings, "checkpointing")
     optimizer: OptimizerSettings = described(OptimizerSettings, "optimizer")
     logger: LoggerSettings = described(LoggerSettings, "logger")
+    costs: CostsSettings = described(CostsSettings, "costs")
 
     def check(self) -> None:
         """Refuse numbers and words out of range.
@@ -109,7 +134,7 @@ class Settings:
         for name, lowest in _LOWEST.items():
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name}={getattr(self, name)} is too small: use {lowest} or more")
-        if self.microbatches > self.batch_size:
+        if self.microbatches > self.batch_size and (self.task, self.costs.source) != ("plan", "stated"):
             raise ValueError(
                 f"microbatches={self.microbatches} is more than batch_size={self.batch_size}: every microbatch needs "
                 f"a sample, so use microbatches={self.batch_size} or fewer, or a larger batch"
@@ -170,9 +195,14 @@ _LOWEST = {
 }
 
 _WORDS = {
-    "task": ("train",),
+    "task": ("train", "plan"),
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
+    "schedule.release": ("end", "each"),
+    "schedule.objective": ("makespan", "span"),
+    "schedule.placement": ("line", "v"),
+    "costs.source": ("stated", "profile"),
+    "costs.per": ("stage", "rank"),
     "partition.name": ("uniform", "parameters", "manual"),
     "activation_checkpoint.name": ("never", "except_last", "always"),
     "optimizer.name": ("adamw", "sgd"),

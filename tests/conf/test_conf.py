@@ -19,7 +19,7 @@ from tests.conf.compose import CONF, choices, compose, configured, groups, optio
 ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [
     *("task", "launch", "device", "share_gpu", "seed", "pp", "microbatches", "batch_size", "steps", "prefetch"),
-    *("timeout", "gradient_clip", "log_every", "validate_every"),
+    *("timeout", "gradient_clip", "log_every", "validate_every", "costs"),
 ]
 SINGLE = ["schedule", "model", "partition", "data", "precision", "activation_checkpoint", "optimizer", "logger"]
 GLOBAL = ["experiment", "debug"]
@@ -34,6 +34,8 @@ def chosen(group: str, option: str) -> list[str]:
         group == "data" and "path" in {field.name for field in dataclasses.fields(schema.SCHEMAS["data"][option])}
     ):
         words.append("data.path=somewhere")
+    if (group, option) in (("schedule", "file"), ("schedule", "custom")):
+        words.append({"file": "schedule.path=somewhere", "custom": "schedule.target=some:where"}[option])
     return words
 
 

@@ -130,9 +130,18 @@ def test_a_negative_window() -> None:
         lower(gpipe(2, 2), prefetch=-1)
 
 
-def test_lowering_twice() -> None:
+def test_what_is_lowered_keeps_its_communication() -> None:
+    """A file with sends and receives runs as it stands; recomputation is all that is added, and not twice."""
+    once = lower(gpipe(2, 2), prefetch=0)
+    assert lower(once, prefetch=4) == once
+    recomputing = lower(once, activation_checkpoint="always")
+    assert [str(a) for a in recomputing.rows[1] if a.type is ActionType.R] == ["1R0", "1R1"]
+    assert lower(recomputing, activation_checkpoint="always") == recomputing
+
+
+def test_adding_communication_twice() -> None:
     with pytest.raises(ValueError, match=r"holds sends and receives already: use compute_only\(\) first"):
-        lower(lower(gpipe(2, 2)))
+        add_communication(lower(gpipe(2, 2)))
 
 
 def test_a_missing_producer() -> None:

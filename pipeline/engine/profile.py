@@ -1,0 +1,137 @@
+"""What a model's stages really take: the costs and bytes that simulator and planner reckon with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.activations import ActivationMeter
+from pipeline.engine.model import Model
+from pipeline.engine.stage import Placement, Stage
+from pipeline.engine.weight_gradient import WeightGradients
+
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One stage and one microbatch. Seconds: medians of several passes. Bytes: what is held, each storage once."""
+
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weight: float
+    activation_bytes: int
+    """From the forward to the end of the backward: input, output and what autograd saves."""
+    weight_gradient_bytes: int
+    """What I leaves for W."""
+    input_bytes: int
+    output_bytes: int
+
+
+def profile_stages(
+    model: Model, counts: Sequence[int], placement: Placement, inputs: Tensor, targets: Tensor, repeats: int = REPEATS
+) -> tuple[StageProfile, ...]:
+    """Time every stage alone, one after the other, in this process; only one has memory at a time.
+
+    Args:
+        counts: how many consecutive layers each stage holds.
+        placement: device and precision of the run.
+        inputs, targets: one microbatch.
+        repeats: timed passes of each kind, after one that warms up.
+    """
+    profiles, start = [], 0
+    dtype = placement.dtype if inputs.is_floating_point() else None
+    value = inputs.to(placement.device, dtype, copy=True)
+    for index, count in enumerate(counts):
+        stage = Stage(index, model.layers[start : start + count], model, placement, last=index == len(counts) - 1)
+        stage.split_backward()
+        stage.train(True)
+        profile, value = _Passes(stage, value, targets.to(placement.device), model).profile(repeats)
+        profiles.append(profile)
+        start += count
+    return tuple(profiles)
+
+
+class _Passes:
+    """Forwards and backwards of one stage on one microbatch."""
+
+    def __init__(self, stage: Stage, inputs: Tensor, targets: Tensor, model: Model) -> None:
+        self._stage = stage
+        self._inputs = inputs
+        self._targets = targets
+        self._weight = float(model.loss.weight(targets))
+        self._device = stage.placement.device
+
+    def profile(self, repeats: int) -> tuple[StageProfile, Tensor]:
+        """The stage's profile, and its output for the stage after it."""
+        whole = [self._whole() for _ in range(repeats + 1)][1:]
+        split = [self._split() for _ in range(repeats + 1)][1:]
+        activation, left, output = self._bytes()
+        profile = StageProfile(
+            forward=statistics.median(forward for forward, _ in whole),
+            backward=statistics.median(backward for _, backward in whole),
+            backward_input=statistics.median(for_input for for_input, _ in split),
+            backward_weight=statistics.median(for_weight for _, for_weight in split),
+            activation_bytes=activation,
+            weight_gradient_bytes=left,
+            input_bytes=self._inputs.nbytes,
+            output_bytes=output.nbytes,
+        )
+        return profile, output
+
+    def _whole(self) -> tuple[float, float]:
+        inputs = self._leaf()
+        began = self._now()
+        output = self._forward(inputs, None)
+        middle = self._now()
+        self._backward(output)
+        return middle - began, self._now() - middle
+
+    def _split(self) -> tuple[float, float]:
+        inputs, weights = self._leaf(), WeightGradients()
+        output = self._forward(inputs, weights)
+        began = self._now()
+        self._backward(output)
+        middle = self._now()
+        weights.apply()
+        return middle - began, self._now() - middle
+
+    def _bytes(self) -> tuple[int, int, Tensor]:
+        """Bytes held after the forward, bytes left by I, and the output."""
+        meter = ActivationMeter([tensor for _, tensor in self._stage.named_tensors()])
+        inputs = self._leaf()
+        held = [meter.hold(inputs)]
+        with meter.watch():
+            output = self._forward(inputs, None)
+        if self._stage.loss is None:
+            held.append(meter.hold(output))
+        activation = meter.peak_bytes
+        left = ActivationMeter([tensor for _, tensor in self._stage.named_tensors()])
+        weights = WeightGradients(left.hold)
+        self._backward(self._forward(self._leaf(), weights))
+        del held
+        return activation, left.peak_bytes, output.detach()
+
+    def _leaf(self) -> Tensor:
+        for _, parameter in self._stage.named_parameters():
+            parameter.grad = None
+        return self._inputs.detach().requires_grad_(self._inputs.is_floating_point() and not self._stage.first)
+
+    def _forward(self, inputs: Tensor, weights: WeightGradients | None) -> Tensor:
+        with self._stage.deferring(weights):
+            return self._stage.forward(inputs, self._targets, weight=self._weight, step=0, microbatch=0)
+
+    def _backward(self, output: Tensor) -> None:
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.ones_like(output))
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

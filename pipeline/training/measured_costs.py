@@ -1,0 +1,53 @@
+"""Costs and bytes of the real model's stages, timed on this machine."""
+
+from __future__ import annotations
+
+from pipeline.engine.model import Model
+from pipeline.engine.profile import StageProfile, profile_stages
+from pipeline.engine.stage import Placement
+from pipeline.schedule.costs import Costs
+from pipeline.schedule.memory import Footprint
+from pipeline.training.devices import Devices
+from pipeline.training.plan import cut, layer_sizes, microbatch_sizes
+from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.settings import Settings
+from pipeline.training.trainer import Data
+
+
+def measure(settings: Settings, model: Model, data: Data, devices: Devices, stages: int) -> tuple[Costs, Footprint]:
+    """Time the model, cut into `stages` as the settings say, on one (the larger) microbatch, alone on one device.
+
+    Seconds and bytes, an entry a stage. Messages keep the latency and bandwidth that the settings state.
+
+    Raises:
+        ValueError: the model can't be cut so.
+    """
+    counts = cut(settings, layer_sizes(model), stages)
+    size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
+    device = devices.of(0)
+    placement = Placement(
+        device, parameter_dtype(settings.precision), autocast(settings.precision, device.type), settings.seed
+    )
+    inputs, targets = data.train.inputs(0)[:size], data.train.targets(0)[:size]
+    return to_costs(profile_stages(model, counts, placement, inputs, targets), settings)
+
+
+def to_costs(profiles: tuple[StageProfile, ...], settings: Settings) -> tuple[Costs, Footprint]:
+    """The simulator's terms for what was measured. A message's size is that of the output; a recomputation is an F."""
+    outputs = tuple(float(stage.output_bytes) for stage in profiles)
+    costs = Costs(
+        forward=tuple(stage.forward for stage in profiles),
+        backward=tuple(stage.backward for stage in profiles),
+        backward_input=tuple(stage.backward_input for stage in profiles),
+        backward_weight=tuple(stage.backward_weight for stage in profiles),
+        transfer=settings.costs.transfer,
+        bandwidth=settings.costs.bandwidth,
+        boundary_bytes=outputs,
+    )
+    footprint = Footprint(
+        activation=tuple(float(stage.activation_bytes) for stage in profiles),
+        weight_gradient=tuple(float(stage.weight_gradient_bytes) for stage in profiles),
+        checkpoint=tuple(float(stage.input_bytes) for stage in profiles),
+        boundary=outputs,
+    )
+    return costs, footprint

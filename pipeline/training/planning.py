@@ -1,0 +1,47 @@
+"""task=plan: what a schedule takes, without training it: the schedule, its costs, and the assessment of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.engine.model import Model
+from pipeline.report.plan import assess, print_assessment, write_plan
+from pipeline.schedule.lowering import lower
+from pipeline.schedule.validate import validate
+from pipeline.training.devices import choose_devices
+from pipeline.training.measured_costs import measure
+from pipeline.training.schedule_choice import stated_costs, stated_footprint, write_schedule
+from pipeline.training.settings import Settings
+from pipeline.training.trainer import Data
+
+Builders = tuple[Callable[[], Model], Callable[[], Data]]
+
+
+def plan(settings: Settings, directory: Path, builders: Builders | None = None) -> None:
+    """Print the plan and write it into `directory`.
+
+    Args:
+        settings: checked.
+        directory: gets plan.json, the pictures and the schedule as text and CSV.
+        builders: make the model and the data, which are timed; for `costs.source=profile` alone.
+
+    Raises:
+        ValueError: the schedule or its costs can't be.
+    """
+    console, schedule = Console(), write_schedule(settings)
+    costs, footprint = stated_costs(settings, schedule.stage_to_rank), stated_footprint(settings.costs)
+    if builders is not None:
+        build_model, build_data = builders
+        costs, footprint = measure(settings, build_model(), build_data(), choose_devices(settings), schedule.stages)
+        schedule = write_schedule(settings, costs)  # zb_auto searches anew
+    validate(schedule)
+    program = lower(schedule, activation_checkpoint=settings.activation_checkpoint.name, prefetch=settings.prefetch)
+    validate(program)
+    # without sends and receives a message is a pure latency, as published figures reckon; R stays where it was placed
+    assessment = assess(program.compute_only(), costs, footprint)
+    print_assessment(assessment, console)
+    write_plan(directory, assessment, console)
+    console.print(f"plan.json, timeline.png, schedule.csv: {directory}", soft_wrap=True, highlight=False)

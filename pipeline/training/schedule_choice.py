@@ -1,0 +1,142 @@
+"""From settings to a schedule and its costs: a name of the library, a file, or a function of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from pipeline.schedule.actions import ActionType
+from pipeline.schedule.costs import Costs, Times, place_costs
+from pipeline.schedule.library import options_of, write
+from pipeline.schedule.memory import Footprint
+from pipeline.schedule.schedule import Release, Schedule
+from pipeline.schedule.torch_csv import read_csv
+from pipeline.training.settings import CostsSettings, ScheduleSettings, Settings
+
+_log = logging.getLogger(__name__)
+
+
+def write_schedule(settings: Settings, costs: Costs | None = None) -> Schedule:
+    """The schedule that the settings name.
+
+    Args:
+        costs: what zb_auto reckons with, an entry a stage; None: the stated ones.
+
+    Raises:
+        ValueError: the name, an option, the file or the function can't be, with the cure.
+    """
+    chosen = settings.schedule
+    if chosen.name == "file":
+        schedule = _from_file(settings)
+    elif chosen.name == "custom":
+        schedule = _from_function(settings)
+    else:
+        schedule = write(chosen.name, settings.pp, settings.microbatches, **_options(settings, costs))
+    return _with_release(schedule, chosen)
+
+
+def stated_costs(settings: Settings, stage_to_rank: Sequence[int]) -> Costs:
+    """The costs that the settings state, an entry a stage.
+
+    Raises:
+        ValueError: a number below 0, or a list of another length than the stages.
+    """
+    chosen = settings.costs
+    names = [field.name for field in fields(Costs)]
+    values = {name: _times(f"costs.{name}", getattr(chosen, name)) for name in names}
+    return place_costs(Costs(**values), stage_to_rank, cast(Literal["stage", "rank"], chosen.per))
+
+
+def stated_footprint(costs: CostsSettings) -> Footprint | None:
+    """The bytes that the settings state; None where they say nothing of activations."""
+    activation = _times("costs.activation_bytes", costs.activation_bytes)
+    if activation is None:
+        return None
+    return Footprint(activation=activation, boundary=_times("costs.boundary_bytes", costs.boundary_bytes) or 0.0)
+
+
+def _times(name: str, value: Any) -> Times | None:
+    """A number, or one a stage, from what the command line gave."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        return tuple(_number(name, entry) for entry in value)
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value} is not a number: use one such as 1.5, or a list with one a stage")
+    return float(value)
+
+
+def _options(settings: Settings, costs: Costs | None) -> dict[str, Any]:
+    """What the schedule takes of the settings; `write` refuses an option that was set and that it doesn't take."""
+    chosen, taken = settings.schedule, options_of(settings.schedule.name)
+    unset = ScheduleSettings()
+    options = {
+        name: getattr(chosen, name)
+        for name in ("stages_per_rank", "objective", "placement", "memory_cap")
+        if name in taken or getattr(chosen, name) != getattr(unset, name)
+    }
+    if "costs" in taken:
+        ranks = range(settings.pp)
+        placement = (*ranks, *reversed(ranks)) if chosen.placement == "v" else tuple(ranks)
+        options["costs"] = stated_costs(settings, placement) if costs is None else costs
+    return options
+
+
+def _from_file(settings: Settings) -> Schedule:
+    path = Path(str(settings.schedule.path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"schedule.path={path} can't be read ({error}): give a CSV or text file") from error
+    try:
+        if text.startswith("schedule:"):
+            schedule = Schedule.from_text(text)
+        else:
+            schedule, notes = read_csv(text, path.stem)
+            for note in notes:
+                _log.warning("%s", note)
+    except ValueError as error:
+        raise ValueError(f"schedule.path={path}: {error}") from error
+    return _of_this_size(schedule, settings, f"schedule.path={path}")
+
+
+def _from_function(settings: Settings) -> Schedule:
+    target = str(settings.schedule.target)
+    module, _, name = target.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"schedule.target={target} can't be imported ({error}): use module:function, from a folder on PYTHONPATH"
+        ) from error
+    schedule = function(settings.pp, settings.microbatches, settings.schedule.stages_per_rank)
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"schedule.target={target} returned {type(schedule).__name__}: return a Schedule")
+    return _of_this_size(schedule, settings, f"schedule.target={target}")
+
+
+def _of_this_size(schedule: Schedule, settings: Settings, what: str) -> Schedule:
+    if (schedule.pp, schedule.microbatches) != (settings.pp, settings.microbatches):
+        raise ValueError(
+            f"{what} has {schedule.pp} ranks and {schedule.microbatches} microbatches, the run pp={settings.pp} and "
+            f"microbatches={settings.microbatches}: use pp={schedule.pp} microbatches={schedule.microbatches}"
+        )
+    return schedule
+
+
+def _with_release(schedule: Schedule, chosen: ScheduleSettings) -> Schedule:
+    overlapped = any(action.type is ActionType.OVERLAP_F_B for row in schedule.rows for action in row)
+    if chosen.release != "end" and not overlapped:
+        raise ValueError(
+            f"schedule.release={chosen.release} is for overlapped pairs, which {schedule.name} has none of: "
+            "use schedule.release=end"
+        )
+    return replace(schedule, release=cast(Release, chosen.release)) if overlapped else schedule

@@ -1,0 +1,38 @@
+"""What a profile measures: every stage once, times that add up, bytes that are held."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from pipeline.engine.profile import profile_stages
+from tests.engine.harness import placement
+from tests.engine.samples import chain, small_gpt, text, vectors
+from tests.engine.test_activations import LINEAR, SAMPLES, TENSOR, Total
+
+
+def test_every_stage_is_timed():
+    inputs, targets = text(2)
+    profiles = profile_stages(small_gpt(), (3, 3, 2), placement(), inputs, targets, repeats=2)
+    assert len(profiles) == 3
+    for profile in profiles:
+        assert min(profile.forward, profile.backward, profile.backward_input, profile.backward_weight) > 0
+    hidden = 2 * 8 * 16 * 8  # batch, context, width, bytes
+    assert [profile.input_bytes for profile in profiles] == [2 * 8 * 8, hidden, hidden]
+    assert [profile.output_bytes for profile in profiles] == [hidden, hidden, 8]
+
+
+def test_bytes_are_those_of_the_tensors_held():
+    """Two Linears: F holds input, what is between, and output; W needs each Linear's input and output gradient."""
+    inputs, targets = vectors(SAMPLES)
+    first, last = profile_stages(chain([LINEAR] * 4, loss=Total()), (2, 2), placement(), inputs, targets, repeats=1)
+    assert first.activation_bytes == 3 * TENSOR
+    assert first.weight_gradient_bytes == 4 * TENSOR
+    assert first.input_bytes == first.output_bytes == last.input_bytes == TENSOR
+
+
+def test_a_stage_without_gradients_is_profiled_too():
+    """Nothing to train and no gradient to hand back: a backward that does nothing."""
+    inputs, targets = vectors(SAMPLES)
+    model = chain([nn.Identity, LINEAR], loss=Total())
+    first, _ = profile_stages(model, (1, 1), placement(), inputs, targets, repeats=1)
+    assert first.weight_gradient_bytes == 0
