@@ -56,6 +56,7 @@ class JobStatus(Callback):
         found = sorted(Path(config.hydra.sweep.dir).glob(f"*/{_FILE}"), key=lambda file: int(file.parent.name))
         jobs = [json.loads(file.read_text()) for file in found]
         failed = [job for job in jobs if job["status"] == "failed"]
+        _compare_plans(Path(config.hydra.sweep.dir))
         print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished: {config.hydra.sweep.dir}")
         everywhere = set.intersection(*(set(job["overrides"]) for job in jobs)) if jobs[1:] else set()
         for job in failed:
@@ -73,6 +74,22 @@ def _write_status(directory: Path, number: int, job_return: JobReturn, error: Ba
         "error": None if error is None else (str(error).splitlines() or [type(error).__name__])[0],
     }
     (directory / _FILE).write_text(json.dumps(status, indent=2) + "\n")
+
+
+def _compare_plans(sweep: Path) -> None:
+    """After `-m task=plan`: one table, and one picture of makespan against memory."""
+    files = sorted(sweep.glob("*/plan.json"), key=lambda file: int(file.parent.name))
+    if len(files) < 2:
+        return
+    from rich.console import Console  # with matplotlib: only sweeps of plans wait for them
+
+    from pipeline.report.pareto import comparison_table, draw_pareto
+
+    plans = [json.loads(file.read_text()) for file in files]
+    Console().print(comparison_table(plans))
+    pictures = [sweep / "comparison.png", sweep / "comparison.svg"]
+    draw_pareto(pictures, plans)
+    print(f"makespan against memory: {pictures[0]}")
 
 
 def _show(error: BaseException) -> None:

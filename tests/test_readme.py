@@ -61,7 +61,8 @@ def test_command(command: str, tmp_path: Path):
     if "--help" in command or "--cfg" in command:
         assert "schedule" in done.stdout
     else:
-        assert list((tmp_path / "run").rglob("summary.json")), done.stdout
+        left = "plan.json" if "task=plan" in command else "summary.json"
+        assert list((tmp_path / "run").rglob(left)), done.stdout
 
 
 def test_refusal_is_the_one_shown(tmp_path: Path):

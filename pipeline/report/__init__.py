@@ -1,1 +1,1 @@
-"""Pictures of a run: the measured timeline over the predicted one."""
+"""What people look at: timelines, measured and predicted; a schedule assessed; several compared."""

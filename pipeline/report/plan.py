@@ -35,8 +35,8 @@ class Share:
     footprint: Footprint | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Costs by rank, the makespan under them, and the highest peaks: in microbatches (microbatch x stage, divided by
-        the stages that the rank holds) and in bytes, None where not known."""
+        """Costs by rank, the makespan under them, and the highest peaks: in microbatches (microbatch x stage, divided
+        by the stages that the rank holds) and in bytes, None where not known."""
         schedule = self.simulation.schedule
         held = [len(schedule.stages_of(rank)) for rank in range(schedule.pp)]
         at_weight, at_input = (
@@ -88,7 +88,7 @@ class Assessment:
     def to_json(self) -> dict[str, object]:
         """What plan.json holds. Times are in the costs' unit, peaks by rank, in flight in microbatch x stage."""
         simulation = self.simulation
-        return {
+        facts = {
             "schedule": self.schedule.name,
             "pp": self.schedule.pp,
             "stages_per_rank": self.stages_per_rank,
@@ -109,6 +109,7 @@ class Assessment:
             "stage_to_rank": list(self.schedule.stage_to_rank),
             "actions": [[str(action) for action in row] for row in self.schedule.rows],
         }
+        return {name: _plain(value) for name, value in facts.items()}
 
 
 def assess(
@@ -181,7 +182,7 @@ def print_assessment(assessment: Assessment, console: Console) -> None:
     else:
         console.print(title(assessment), highlight=False, markup=False)
     wide = console.width >= 100
-    console.print(rank_table(assessment.simulation, assessment.peak_bytes, assessment.unit, wide=wide))
+    console.print(rank_table(assessment.simulation, assessment.peak_bytes, wide=wide))
     console.print(_summary(assessment), highlight=False, markup=False)
 
 
@@ -199,16 +200,9 @@ def write_plan(directory: Path, assessment: Assessment) -> tuple[str, ...]:
     """
     entries = (f"  {json.dumps(key)}: {_lines(value)}" for key, value in assessment.to_json().items())
     (directory / "plan.json").write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
-    for name in ("timeline.png", "timeline.svg"):
-        simulation = assessment.simulation
-        timeline.draw(
-            directory / name,
-            (),
-            simulation.events,
-            title=title(assessment),
-            transfers=simulation.transfers,
-            unit=assessment.unit,
-        )
+    pictures = [directory / "timeline.png", directory / "timeline.svg"]
+    simulation, unit = assessment.simulation, assessment.unit
+    timeline.draw(pictures, (), simulation.events, title=title(assessment), transfers=simulation.transfers, unit=unit)
     written = write_csv(assessment.schedule)
     (directory / "schedule.csv").write_text(written.text, encoding="utf-8")
     (directory / "schedule.txt").write_text(assessment.schedule.to_text(), encoding="utf-8")
@@ -218,15 +212,27 @@ def write_plan(directory: Path, assessment: Assessment) -> tuple[str, ...]:
 def _summary(assessment: Assessment) -> str:
     """Lines of under 80 columns."""
     simulation, unit = assessment.simulation, assessment.unit
-    lines = [
-        f"makespan      {number(simulation.makespan)} {unit}",
-        f"lower bound   {number(assessment.lower_bound)} {unit}, of any order of these actions: the makespan is "
-        f"{percent(assessment.distance)} above",
-        f"bubble        makespan {percent(simulation.makespan_bubble)}, span {percent(simulation.span_bubble)}",
-        f"in flight     at most {max(simulation.peak_in_flight)} microbatches x stages to the end of B or W, "
-        f"{max(simulation.peak_in_flight_released_at_input)} to B or I",
-    ]
-    return "\n".join(lines)
+    at_weight, at_input = (
+        max(peaks) for peaks in (simulation.peak_in_flight, simulation.peak_in_flight_released_at_input)
+    )
+    return "\n".join(
+        [
+            f"makespan      {number(simulation.makespan)} {unit}, {percent(assessment.distance)} above the lower bound",
+            f"lower bound   {number(assessment.lower_bound)} {unit}: no order of these actions takes less",
+            f"bubble        makespan {percent(simulation.makespan_bubble)}, span {percent(simulation.span_bubble)}",
+            f"in flight     at most {at_weight} microbatches x stages, released after B or W",
+            f"              at most {at_input} microbatches x stages, released after B or I",
+        ]
+    )
+
+
+def _plain(value: object) -> object:
+    """As JSON holds it: tuples as lists; times to 12 digits, without what rounding left behind them."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return float(f"{value:.12g}") if isinstance(value, float) else value
 
 
 def _lines(value: object) -> str:

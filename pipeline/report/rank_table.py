@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from pipeline.report.words import ByteUnit, number
@@ -14,15 +15,15 @@ _SHORT = {"communication": "comm.", "imbalance": "imbal.", "dependency": "depend
 _RANKS_AT_MOST, _SHOWN_AT_EACH_END = 32, 8
 
 
-def rank_table(simulation: Simulation, peak_bytes: Sequence[float] | None, unit: str, *, wide: bool = True) -> Table:
-    """A line a rank: its stages, busy and idle time (in `unit`), the idle time by cause, and its peaks.
+def rank_table(simulation: Simulation, peak_bytes: Sequence[float] | None, *, wide: bool = True) -> Table:
+    """A line a rank: its stages, busy and idle time, the idle time by cause, and its peaks: in flight and in bytes.
 
     Of many ranks the first and the last are shown; the last line sums the times and takes the highest of the peaks.
     Headings are cut short unless `wide`, so that 80 columns hold the table.
     """
-    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="bold", show_footer=True, highlight=False)
+    table = Table(box=SIMPLE, padding=(0, 1 if wide else 0), header_style="bold", show_footer=True, show_edge=False)
     size = ByteUnit.of(max(peak_bytes, default=0.0)) if peak_bytes is not None else None
-    for heading, total in zip(_headings(unit, size, wide), _totals(simulation, peak_bytes, size), strict=True):
+    for heading, total in zip(_headings(size, wide), _totals(simulation, peak_bytes, size), strict=True):
         table.add_column(heading, total, justify="left" if heading == "stages" else "right", no_wrap=True)
     ranks = simulation.schedule.pp
     skipped = range(_SHOWN_AT_EACH_END, ranks - _SHOWN_AT_EACH_END) if ranks > _RANKS_AT_MOST else range(0)
@@ -30,23 +31,13 @@ def rank_table(simulation: Simulation, peak_bytes: Sequence[float] | None, unit:
         table.add_row(*_row(simulation, rank, peak_bytes, size))
         if skipped and rank == skipped[0] - 1:
             table.add_row("...", f"({len(skipped)} ranks)")
-    if table.rows:
-        table.rows[-1].end_section = True
     return table
 
 
-def _headings(unit: str, size: ByteUnit | None, wide: bool) -> list[str]:
+def _headings(size: ByteUnit | None, wide: bool) -> list[str]:
     causes = [cause if wide else _SHORT.get(cause, cause) for cause in _CAUSES]
-    peaks = ["peak, to W", "peak, to I"] if wide else ["peak\nto W", "to I"]
-    return [
-        "rank",
-        "stages",
-        "busy",
-        "idle",
-        *causes,
-        *peaks,
-        *([f"peak {size.name}" if wide else size.name] if size else []),
-    ]
+    peaks = ["peak\nto W", "peak\nto I", *([f"peak\n{size.name}"] if size else [])]
+    return ["rank", "stages", "busy", "idle:", *causes, *peaks]
 
 
 def _row(simulation: Simulation, rank: int, peak_bytes: Sequence[float] | None, size: ByteUnit | None) -> list[str]:
@@ -81,5 +72,5 @@ def _idle(idle: Idle) -> list[str]:
 
 
 def _stages(stages: Sequence[int]) -> str:
-    """All of a few, else the ends."""
-    return ",".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]},{stages[1]}..{stages[-1]}"
+    """All of a few, else the first two."""
+    return ",".join(map(str, stages)) if len(stages) <= 3 else f"{stages[0]},{stages[1]}.."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ _BEYOND = 1.003  # the axis ends a bit after the last action
 
 
 def draw(
-    path: Path,
+    path: Path | Iterable[Path],
     measured: Rows,
     predicted: Rows,
     *,
@@ -38,8 +38,9 @@ def draw(
     """Draw a step as PNG or SVG: the measured lanes (seconds) over the predicted ones (`unit`), at one scale.
 
     A unit is as long as the measured work that it stands for, so equal bars mean an exact prediction and a longer
-    panel is a larger bubble. `transfers` are the prediction's messages; those that take no time are not drawn. Raises
-    ValueError where both are empty, or for a path that ends neither in .png nor in .svg.
+    panel is a larger bubble. Several paths hold one picture in several forms. `transfers` are the prediction's
+    messages; those that take no time are not drawn. Raises ValueError where both are empty, or for a path that ends
+    neither in .png nor in .svg.
     """
     scale = unit_seconds(measured, predicted)
     both = _Panel("measured", measured, 1.0, "seconds"), _Panel("predicted", predicted, scale, unit, transfers)
@@ -53,7 +54,8 @@ def draw(
             _draw_panel(axes, panel, longest, lane)
         _head(figure, title, panels)
         _legend(figure, panels)
-        save(figure, path)
+        for each in [path] if isinstance(path, Path) else path:
+            save(figure, each)
 
 
 class _Panel:

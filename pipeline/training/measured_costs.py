@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from pipeline.engine.model import Model
 from pipeline.engine.profile import StageProfile, profile_stages
 from pipeline.engine.stage import Placement
@@ -10,6 +15,7 @@ from pipeline.schedule.memory import Footprint
 from pipeline.training.devices import Devices
 from pipeline.training.plan import cut, layer_sizes, microbatch_sizes
 from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.rank_process import threads_per_rank
 from pipeline.training.settings import Settings
 from pipeline.training.trainer import Data
 
@@ -29,7 +35,19 @@ def measure(settings: Settings, model: Model, data: Data, devices: Devices, stag
         device, parameter_dtype(settings.precision), autocast(settings.precision, device.type), settings.seed
     )
     inputs, targets = data.train.inputs(0)[:size], data.train.targets(0)[:size]
-    return to_costs(profile_stages(model, counts, placement, inputs, targets), settings)
+    with _threads_of_a_rank(settings.pp):
+        return to_costs(profile_stages(model, counts, placement, inputs, targets), settings)
+
+
+@contextmanager
+def _threads_of_a_rank(ranks: int) -> Iterator[None]:
+    """As many CPU threads as a rank gets where all of them share this machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_per_rank(ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def to_costs(profiles: tuple[StageProfile, ...], settings: Settings) -> tuple[Costs, Footprint]:

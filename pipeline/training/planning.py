@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from pipeline.engine.model import Model
-from pipeline.report.plan import assess, print_assessment, write_plan
+from pipeline.report.plan import Assessment, assess, print_assessment, write_plan
 from pipeline.schedule.lowering import lower
+from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.validate import validate
 from pipeline.training.devices import choose_devices
 from pipeline.training.measured_costs import measure
@@ -31,17 +33,34 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
     Raises:
         ValueError: the schedule or its costs can't be.
     """
-    console, schedule = Console(), write_schedule(settings)
-    costs, footprint = stated_costs(settings, schedule.stage_to_rank), stated_footprint(settings.costs)
-    if builders is not None:
+    schedule = write_schedule(settings)
+    if builders is None:
+        costs, shares = stated_costs(settings, schedule.stage_to_rank), _stated_shares(settings, schedule)
+        footprint, unit = stated_footprint(settings.costs, schedule.stage_to_rank), "units"
+    else:
         build_model, build_data = builders
         costs, footprint = measure(settings, build_model(), build_data(), choose_devices(settings), schedule.stages)
-        schedule = write_schedule(settings, costs)  # zb_auto searches anew
+        schedule, shares, unit = write_schedule(settings, costs), {}, "s"  # zb_auto searches anew
     validate(schedule)
     program = lower(schedule, activation_checkpoint=settings.activation_checkpoint.name, prefetch=settings.prefetch)
-    validate(program)
+    validate(program, prefetch=(settings.prefetch,))
     # without sends and receives a message is a pure latency, as published figures reckon; R stays where it was placed
-    assessment = assess(program.compute_only(), costs, footprint)
+    assessed = program.compute_only()
+    assessment = assess(assessed, costs, footprint, memory_cap=settings.schedule.memory_cap, unit=unit, **shares)
+    _tell(assessment, directory)
+
+
+def _stated_shares(settings: Settings, schedule: Schedule) -> dict[str, Any]:
+    """What comparisons of schedules reckon with: the stated numbers as a rank's, however many stages it holds."""
+    return {
+        "share_costs": stated_costs(settings, schedule.stage_to_rank, "rank"),
+        "share_footprint": stated_footprint(settings.costs, schedule.stage_to_rank, "rank"),
+    }
+
+
+def _tell(assessment: Assessment, directory: Path) -> None:
+    console = Console()
     print_assessment(assessment, console)
-    write_plan(directory, assessment, console)
+    for note in write_plan(directory, assessment):
+        console.print(note, highlight=False, markup=False)
     console.print(f"plan.json, timeline.png, schedule.csv: {directory}", soft_wrap=True, highlight=False)

@@ -135,9 +135,13 @@ def _set_environment(assignment: Assignment) -> None:
 def _limit_threads(ranks: int) -> None:
     import torch  # not at the top: the watchdog must stand before the longest import
 
+    torch.set_num_threads(threads_per_rank(ranks))
+
+
+def threads_per_rank(ranks: int) -> int:
+    """CPU threads for each of `ranks` processes of this machine: OMP_NUM_THREADS, or the cores shared."""
     chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    threads = int(chosen) if chosen.isdigit() else len(os.sched_getaffinity(0)) // ranks
-    torch.set_num_threads(max(1, threads))
+    return max(1, int(chosen) if chosen.isdigit() else len(os.sched_getaffinity(0)) // ranks)
 
 
 def _sender(pipe: connection.Connection) -> Send:

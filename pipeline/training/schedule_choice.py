@@ -39,8 +39,14 @@ def write_schedule(settings: Settings, costs: Costs | None = None) -> Schedule:
     return _with_release(schedule, chosen)
 
 
-def stated_costs(settings: Settings, stage_to_rank: Sequence[int]) -> Costs:
+Per = Literal["stage", "rank"]
+
+
+def stated_costs(settings: Settings, stage_to_rank: Sequence[int], per: Per | None = None) -> Costs:
     """The costs that the settings state, an entry a stage.
+
+    Args:
+        per: reads them as a stage's or as a rank's, whatever `costs.per` says.
 
     Raises:
         ValueError: a number below 0, or a list of another length than the stages.
@@ -48,15 +54,20 @@ def stated_costs(settings: Settings, stage_to_rank: Sequence[int]) -> Costs:
     chosen = settings.costs
     names = [field.name for field in fields(Costs)]
     values = {name: _times(f"costs.{name}", getattr(chosen, name)) for name in names}
-    return place_costs(Costs(**values), stage_to_rank, cast(Literal["stage", "rank"], chosen.per))
+    return place_costs(Costs(**values), stage_to_rank, per or cast(Per, chosen.per))  # type: ignore[arg-type]
 
 
-def stated_footprint(costs: CostsSettings) -> Footprint | None:
-    """The bytes that the settings state; None where they say nothing of activations."""
+def stated_footprint(costs: CostsSettings, stage_to_rank: Sequence[int], per: Per | None = None) -> Footprint | None:
+    """The bytes that the settings state, an entry a stage; None where they say nothing of activations.
+
+    Args:
+        per: as in `stated_costs`; a message is as large whatever the number of stages a rank holds.
+    """
     activation = _times("costs.activation_bytes", costs.activation_bytes)
     if activation is None:
         return None
-    return Footprint(activation=activation, boundary=_times("costs.boundary_bytes", costs.boundary_bytes) or 0.0)
+    placed = place_costs(Costs(forward=activation), stage_to_rank, per or cast(Per, costs.per))
+    return Footprint(placed.forward, boundary=_times("costs.boundary_bytes", costs.boundary_bytes) or 0.0)
 
 
 def _times(name: str, value: Any) -> Times | None:
@@ -91,7 +102,9 @@ def _options(settings: Settings, costs: Costs | None) -> dict[str, Any]:
 
 
 def _from_file(settings: Settings) -> Schedule:
-    path = Path(str(settings.schedule.path))
+    if settings.schedule.path is None:
+        raise ValueError("schedule=file needs a file: give one, schedule.path=mine.csv")
+    path = Path(settings.schedule.path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -109,7 +122,9 @@ def _from_file(settings: Settings) -> Schedule:
 
 
 def _from_function(settings: Settings) -> Schedule:
-    target = str(settings.schedule.target)
+    target = settings.schedule.target
+    if target is None:
+        raise ValueError("schedule=custom needs a function: name one, schedule.target=module:function")
     module, _, name = target.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)

@@ -1,9 +1,9 @@
-"""The trace and the picture of a step."""
+"""The picture of a step."""
 
 from __future__ import annotations
 
-import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 from matplotlib.image import imread
 
 from pipeline.report import timeline
+from pipeline.report.looks import IDLE, LOOKS, MESSAGES
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.library import write
-from pipeline.schedule.simulate import Costs, Event, nominal_costs, simulate
+from pipeline.schedule.lowering import lower
+from pipeline.schedule.simulate import Costs, Event, Simulation, nominal_costs, simulate
 
 PREDICTED = simulate(write("1f1b", 2, 4), nominal_costs(1)).events
 # The same step measured: 10 ms a unit, on a clock that has been running for long, forwards a bit slow.
@@ -24,54 +26,8 @@ MEASURED = tuple(
 )
 
 
-def trace(tmp_path: Path, measured: timeline.Rows, predicted: timeline.Rows) -> list[dict[str, Any]]:
-    path = tmp_path / "timeline.json"
-    timeline.write_trace(path, measured, predicted)
-    loaded: dict[str, Any] = json.loads(path.read_text())
-    entries: list[dict[str, Any]] = loaded["traceEvents"]
-    return entries
-
-
 def event(rank: int, word: str, start: float, end: float) -> Event:
     return Event(rank, Action.parse(word), start, end)
-
-
-def test_the_trace_has_two_processes_with_a_thread_a_rank(tmp_path: Path) -> None:
-    entries = trace(tmp_path, MEASURED, PREDICTED)
-    named = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
-    assert named == {(0, 0): "rank 0", (0, 1): "rank 1", (1, 0): "rank 0", (1, 1): "rank 1"}
-    processes = [entry["args"]["name"] for entry in entries if entry["name"] == "process_name"]
-    assert processes == ["measured", "predicted"]
-
-
-def test_each_action_is_one_complete_event_from_the_start_of_the_step(tmp_path: Path) -> None:
-    entries = [entry for entry in trace(tmp_path, MEASURED, PREDICTED) if entry["ph"] == "X"]
-    assert len(entries) == 2 * sum(map(len, PREDICTED))
-    measured = [entry for entry in entries if entry["pid"] == 0]
-    assert min(entry["ts"] for entry in measured) == 0
-    first = measured[0]
-    assert (first["name"], first["cat"], first["tid"]) == ("0F0", "F", 0)
-    assert first["dur"] == pytest.approx(16_000, abs=1)
-    assert first["args"]["start"] == 5000
-    assert {key: first["args"][key] for key in ("stage", "type", "microbatch")} == {
-        "stage": 0,
-        "type": "F",
-        "microbatch": 0,
-    }
-
-
-def test_both_timelines_hold_the_same_work_on_one_axis(tmp_path: Path) -> None:
-    entries = [entry for entry in trace(tmp_path, MEASURED, PREDICTED) if entry["ph"] == "X"]
-    work = [sum(entry["dur"] for entry in entries if entry["pid"] == process) for process in (0, 1)]
-    assert work[0] == pytest.approx(work[1], rel=1e-6)
-    assert timeline.unit_seconds(MEASURED, PREDICTED) == pytest.approx(0.036 / 3)
-    assert timeline.unit_seconds((), PREDICTED) == 1.0
-
-
-def test_a_trace_of_the_prediction_alone(tmp_path: Path) -> None:
-    entries = trace(tmp_path, (), PREDICTED)
-    assert {entry["pid"] for entry in entries} == {1}
-    assert max(entry["ts"] + entry["dur"] for entry in entries if entry["ph"] == "X") == pytest.approx(15e6)
 
 
 def drawn(tmp_path: Path, *rows: timeline.Rows, title: str = "") -> Any:
@@ -89,37 +45,67 @@ def test_the_picture_shows_every_type_in_its_own_color(tmp_path: Path) -> None:
     words = ["0F0", "0R0", "0I0", "0W0", "0F1", "0B1"]
     row = [event(0, word, at, at + 1) for at, word in enumerate(words)]
     image = drawn(tmp_path, [row], [row], title="all types")
-    faces = [timeline._LOOKS[kind].face for kind in ActionType if kind.is_compute]
+    faces = [look.face for look in LOOKS.values()]
     assert len(set(faces)) == 5
     assert all(has_color(image, face) for face in faces)
 
 
-def test_types_differ_in_gray_or_by_hatch() -> None:
-    def lightness(face: str) -> float:
-        red, green, blue = (int(face[at : at + 2], 16) for at in (1, 3, 5))
-        return (0.299 * red + 0.587 * green + 0.114 * blue) / 255
+# What the three kinds of color blindness see of linear red, green and blue (Machado, Oliveira, Fernandes 2009, table 1,
+# severity 1), besides those who see all of it.
+SEEN_BY = {
+    "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deuteranopia": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritanopia": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}
 
-    looks = list(timeline._LOOKS.values())
-    for at, one in enumerate(looks):
-        for other in looks[at + 1 :]:
-            assert one.hatch != other.hatch or abs(lightness(one.face) - lightness(other.face)) > 0.15
+
+def lightness(color: str, seen_by: str) -> float:
+    """CIE L*, 0 to 100, of what is seen of a color."""
+    srgb = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in srgb]
+    red, green, blue = (sum(f * c for f, c in zip(row, linear, strict=True)) for row in SEEN_BY[seen_by])
+    luminance = max(0.0, 0.2126 * red + 0.7152 * green + 0.0722 * blue)
+    return 116 * luminance ** (1 / 3) - 16 if luminance > 0.008856 else 903.3 * luminance
 
 
-def texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *rows: timeline.Rows, title: str = "") -> list[str]:
+@pytest.mark.parametrize("seen_by", SEEN_BY)
+def test_types_differ_by_lightness_alone_whoever_looks(seen_by: str) -> None:
+    """So they do in gray."""
+    ladder = sorted(lightness(look.face, seen_by) for look in (*LOOKS.values(), IDLE))
+    assert all(high - low > 7 for low, high in pairwise(ladder)), ladder
+    for look in LOOKS.values():
+        assert abs(lightness(look.face, seen_by) - lightness(look.text, seen_by)) > 40
+
+
+def texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *rows: timeline.Rows, **options: Any) -> list[str]:
     """Everything written in the picture."""
     seen: list[str] = []
     save = timeline.Figure.savefig
 
     def keep(figure: Any, *args: Any, **named: Any) -> None:
         for axes in figure.axes:
-            seen.extend(text.get_text() for text in (*axes.texts, axes._left_title, axes.xaxis.label))
+            seen.extend(text.get_text() for text in (axes._left_title, axes.xaxis.label))
+            seen.extend(labels.get_label() for labels in axes.collections for _ in labels.get_offsets())
             seen.extend(label.get_text() for label in axes.get_yticklabels())
         seen.extend(text.get_text() for text in figure.texts)
         seen.extend(text.get_text() for legend in figure.legends for text in legend.get_texts())
         save(figure, *args, **named)
 
     monkeypatch.setattr(timeline.Figure, "savefig", keep)
-    timeline.draw(tmp_path / "timeline.png", *rows, title=title)
+    timeline.draw(tmp_path / "timeline.png", *rows, **options)
     return seen
 
 
@@ -128,7 +114,7 @@ def test_the_picture_names_both_bubbles_axes_ranks_and_types(tmp_path: Path, mon
     assert "1f1b, gpt" in seen
     assert "makespan bubble: measured 20.0 %, predicted 20.0 %" in seen
     assert "Measured: one step, 180.0 ms" in seen
-    assert "Predicted: 15 units" in seen
+    assert "Predicted: 15 nominal units" in seen
     assert seen.index("seconds") < seen.index("nominal units")
     assert seen.count("rank 1") == 2
     assert [text for text in seen if text in ("F forward", "B backward", "R recompute", "idle")] == [
@@ -156,14 +142,15 @@ def test_numbers_that_do_not_fit_are_left_out(tmp_path: Path, monkeypatch: pytes
 def test_many_ranks_make_a_picture_of_bounded_size(tmp_path: Path) -> None:
     events = simulate(write("1f1b", 32, 64), nominal_costs(1)).events
     height, width = drawn(tmp_path, events, events).shape[:2]
-    assert (width, height) <= (1800, 2150)
+    assert width <= 3600
+    assert height <= 2150
 
 
 def test_both_panels_have_one_scale(tmp_path: Path) -> None:
     late = [[event(0, "0F0", 0, 1), event(0, "0B0", 4, 6)]]
     prompt = [[event(0, "0F0", 0, 1), event(0, "0B0", 1, 3)]]
     image = drawn(tmp_path, late, prompt)
-    blue = [int(timeline._LOOKS[ActionType.B].face[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    blue = [int(LOOKS[ActionType.B].face[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     is_backward = (abs(image - blue).max(axis=2) < 0.004)[:-45]  # without the legend
     half = image.shape[0] // 2
     first = [columns.any(axis=0).nonzero()[0].min() for columns in (is_backward[:half], is_backward[half:])]
@@ -182,3 +169,88 @@ def test_drawing_leaves_no_global_state(tmp_path: Path) -> None:
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no event to draw: give the events of a step"):
         timeline.draw(tmp_path / "timeline.png", ((), ()), ())
+
+
+def predicted(name: str, transfer: float = 0.0, *, is_lowered: bool = False, **options: object) -> Simulation:
+    schedule = write(name, 4, 8, **options)
+    return simulate(lower(schedule) if is_lowered else schedule, Costs(transfer=transfer))
+
+
+def test_a_prediction_alone_has_both_bubbles_in_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = texts(monkeypatch, tmp_path, (), predicted("zb_h2").events, unit="ms")
+    assert "bubble: makespan 11.1 %, span 0.0 %" in seen
+    assert "Predicted: 27 ms" in seen
+    assert "ms" in seen
+
+
+def test_a_pair_is_two_half_bars_with_both_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = [[event(0, "(0F7;3B5)OVERLAP_F_B", 0, 3)]]
+    seen = texts(monkeypatch, tmp_path, (), pair)
+    assert [seen.count(text) for text in ("7", "5", "s0", "s3")] == [1, 1, 1, 1]
+    assert [text for text in seen if text in [look.label for look in LOOKS.values()]] == ["F forward", "B backward"]
+    image = drawn(tmp_path, (), pair)
+    forward, backward = (is_color(image[:-45], LOOKS[kind].face) for kind in (ActionType.F, ActionType.B))
+    assert forward.any(axis=1).nonzero()[0].max() < backward.any(axis=1).nonzero()[0].min() + 2
+    assert forward.sum() == pytest.approx(backward.sum(), rel=0.1)
+
+
+def is_color(image: Any, color: str) -> Any:
+    wanted = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return abs(image - wanted).max(axis=2) < 0.004
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+def test_messages_are_thin_marks_where_they_take_time(tmp_path: Path, is_lowered: bool) -> None:
+    instant, slow = (predicted("zb_h1", transfer, is_lowered=is_lowered) for transfer in (0.0, 0.5))
+    for simulation, is_marked in ((instant, False), (slow, True)):
+        timeline.draw(tmp_path / "it.png", (), simulation.events, transfers=simulation.transfers)
+        image = imread(tmp_path / "it.png")[:, :, :3]
+        assert [bool(is_color(image[:-60], look.face).sum() > 200) for look in MESSAGES.values()] == [is_marked] * 2
+    # between lanes, never on one: no row of pixels has both a mark and a bar
+    marks, bars = (is_color(image[:-60], face).sum(axis=1) > 30 for face in ("#222222", LOOKS[ActionType.I].face))
+    assert not (marks & bars).any()
+
+
+def test_a_mark_is_as_long_as_its_message_is_under_way(tmp_path: Path) -> None:
+    """At a scale of its own: rank 0's first activation takes half of what its forward does."""
+    simulation = simulate(write("1f1b", 2, 1), Costs(transfer=0.5))
+    timeline.draw(tmp_path / "it.png", (), simulation.events, transfers=simulation.transfers)
+    image = imread(tmp_path / "it.png")[:-60, :, :3]
+    mark = is_color(image, MESSAGES["activation"].face)
+    row = mark.sum(axis=1).argmax()
+    forward = is_color(image, LOOKS[ActionType.F].face)
+    length = forward[forward.sum(axis=1).argmax()].sum() / 2  # rank 0's and rank 1's are in two rows of pixels
+    wide = mark[row].nonzero()[0]
+    assert wide.max() - wide.min() == pytest.approx(length, rel=0.1)
+
+
+def test_the_legend_says_what_the_marks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = predicted("1f1b", 0.5)
+    seen = texts(monkeypatch, tmp_path, (), simulation.events, transfers=simulation.transfers)
+    assert {look.label for look in MESSAGES.values()} <= set(seen)
+    assert not {look.label for look in MESSAGES.values()} & set(texts(monkeypatch, tmp_path, (), simulation.events))
+
+
+def test_the_suffix_decides_and_one_picture_has_one_form_in_both_files(tmp_path: Path) -> None:
+    events = predicted("dualpipe_v").events
+    timeline.draw([tmp_path / "a.png", tmp_path / "a.svg"], (), events)
+    timeline.draw([tmp_path / "b.png", tmp_path / "b.svg"], (), events)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    for kind in ("png", "svg"):
+        assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+    with pytest.raises(ValueError, match=r"cannot draw a\.pdf: use a name that ends in \.png or \.svg"):
+        timeline.draw(tmp_path / "a.pdf", (), events)
+
+
+def test_a_large_schedule_is_a_small_file(tmp_path: Path) -> None:
+    events = simulate(write("zb_h1", 16, 600), Costs()).events
+    timeline.draw([tmp_path / "it.png", tmp_path / "it.svg"], (), events)
+    assert (tmp_path / "it.svg").stat().st_size < 4_000_000
+    assert (tmp_path / "it.png").stat().st_size < 4_000_000
+
+
+def test_bars_of_one_width_are_all_labeled_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 123 does not fit, 7 is not shown either: a reader would take it for the only one there."""
+    rows = [[event(0, f"0F{at}", at, at + 1) for at in range(400)]]
+    assert not {str(at) for at in range(400)} & set(texts(monkeypatch, tmp_path, (), rows))

@@ -83,6 +83,13 @@ def test_files_that_can_not_be(tmp_path: Path):
         write_schedule(settings("file", path=str(other)))
 
 
+def test_nothing_named():
+    with pytest.raises(ValueError, match="schedule=file needs a file"):
+        write_schedule(settings("file"))
+    with pytest.raises(ValueError, match="schedule=custom needs a function"):
+        write_schedule(settings("custom"))
+
+
 def test_a_function_of_the_user():
     found = write_schedule(settings("custom", target=f"{HERE}:reversed_gpipe"))
     assert [str(action) for action in found.rows[1]] == ["1F0", "1F1", "1F2", "1F3", "1B3", "1B2", "1B1", "1B0"]
@@ -145,7 +152,10 @@ def test_costs_that_can_not_be(costs: CostsSettings, problem: str):
 
 
 def test_bytes_only_where_they_are_stated():
-    assert stated_footprint(CostsSettings()) is None
-    footprint = stated_footprint(CostsSettings(activation_bytes=[3, 4], boundary_bytes=2))
+    assert stated_footprint(CostsSettings(), (0, 1)) is None
+    footprint = stated_footprint(CostsSettings(activation_bytes=[3, 4], boundary_bytes=2), (0, 1))
     assert footprint is not None
     assert (footprint.activation, footprint.boundary) == ((3.0, 4.0), 2.0)
+    share = stated_footprint(CostsSettings(activation_bytes=6, boundary_bytes=2), (0, 1, 1, 0), "rank")
+    assert share is not None
+    assert (share.activation, share.boundary) == ((3.0,) * 4, 2.0)
