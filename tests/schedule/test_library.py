@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeline.schedule.library import SCHEDULES, forward_only, gpipe, interleaved_1f1b, one_f_one_b, write
-from pipeline.schedule.lowering import place_recomputation
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.validate import validate
 
@@ -40,25 +37,6 @@ def test_interleaved_order() -> None:
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
     ]
-
-
-def expected_orders() -> dict[str, list[str]]:
-    text = (Path(__file__).parent / "expected_orders.txt").read_text()
-    blocks = [block.strip().splitlines() for block in text.split("## ")[1:]]
-    return {lines[0]: lines[1:] for lines in blocks}
-
-
-@pytest.mark.parametrize(("title", "order"), expected_orders().items(), ids=expected_orders())
-def test_orders_of_torch(title: str, order: list[str]) -> None:
-    kind, *counts = title.split()
-    pp, stages_per_rank, microbatches = (int(count.split("=")[1]) for count in counts)
-    if kind == "Interleaved1F1B":
-        assert rows(interleaved_1f1b(pp, microbatches, stages_per_rank)) == order
-    elif kind == "GPipe":
-        assert rows(gpipe(pp, microbatches)) == numbered(*order)
-    else:
-        recomputed = kind == "1F1B+early-recompute"
-        assert rows(place_recomputation(one_f_one_b(pp, microbatches), lambda *_: recomputed)) == numbered(*order)
 
 
 def test_interleaved_groups_differ_by_one_at_most() -> None:

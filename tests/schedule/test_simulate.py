@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -97,51 +95,6 @@ def test_early_recomputation_closed_form(p: int) -> None:
         assert run.makespan == pytest.approx(busy + (p - 1) * (FORWARD + BACKWARD))
         assert run.makespan_bubble == pytest.approx(1 - busy / run.makespan)
         assert run.peak_in_flight == tuple(min(m, p - r) for r in range(p))
-
-
-def table(name: str) -> list[dict[str, str]]:
-    with (Path(__file__).parent / name).open() as file:
-        return list(csv.DictReader(file))
-
-
-def schedule_of(row: dict[str, str]) -> Schedule:
-    pp, stages_per_rank, microbatches = (int(row[key]) for key in ("ranks", "stages_per_rank", "microbatches"))
-    if row["schedule"] == "GPipe":
-        return gpipe(pp, microbatches)
-    if row["schedule"] == "Interleaved1F1B":
-        return interleaved_1f1b(pp, microbatches, stages_per_rank)
-    schedule = one_f_one_b(pp, microbatches)
-    return recomputed(schedule) if row["schedule"] == "1F1B+early-recompute" else schedule
-
-
-def costs_of(row: dict[str, str]) -> Costs:
-    forward, for_input, for_weight, transfer = (float(row[key]) for key in ("F", "I", "W", "transfer"))
-    return Costs(forward, for_input + for_weight, for_input, for_weight, transfer=transfer)
-
-
-# Computed by an independent simulator from the orders of torch 2.14.1's generators.
-@pytest.mark.parametrize("row", table("expected_figures.csv"), ids=lambda row: ",".join(list(row.values())[:8]))
-def test_expected_figures(row: dict[str, str]) -> None:
-    run = simulate(schedule_of(row), costs_of(row))
-    assert run.makespan == pytest.approx(float(row["makespan"]))
-    assert run.makespan_bubble == pytest.approx(float(row["makespan_bubble"]), abs=5e-5)
-    assert ";".join(map(str, run.peak_in_flight)) == row["peak_in_flight"]
-
-
-# Table 5 of Qi et al., arXiv 2401.10241, with the profiled times of its table 9.
-@pytest.mark.parametrize("row", table("published_bubbles.csv"), ids=lambda row: ",".join(list(row.values())[:4]))
-def test_published_bubbles(row: dict[str, str]) -> None:
-    schedule, costs = schedule_of(row), costs_of(row)
-    run = simulate(schedule, costs)
-    published = float(row["span_bubble"])
-    if row["schedule"] == "1F1B":
-        assert run.span_bubble == pytest.approx(published, abs=1e-4)
-    else:
-        # The published figure counts p transfers fewer than the simulated order has.
-        span = max(events[-1].end - events[0].start for events in run.events)
-        busy = sum(costs.duration(event.action) for event in run.events[0])
-        shorter = span - schedule.pp * float(row["transfer"])
-        assert 1 - busy / shorter == pytest.approx(published, abs=2e-4)
 
 
 def test_events_by_hand() -> None:
