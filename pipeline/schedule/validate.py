@@ -55,6 +55,8 @@ def validate(
     # Finds deadlocks and crossed receives. Whether a schedule finishes doesn't depend on the costs.
     simulate(schedule, Costs(), communicator=communicator)
     for window in prefetch:
+        if schedule.is_lowered:
+            raise ValueError(f"schedule {schedule.name} holds sends and receives already: use compute_only() first")
         simulate(lower(schedule, prefetch=window), Costs(), communicator=communicator)
 
 

@@ -43,7 +43,7 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
         schedule, shares, unit = write_schedule(settings, costs), {}, "s"  # zb_auto searches anew
     validate(schedule)
     program = lower(schedule, activation_checkpoint=settings.activation_checkpoint.name, prefetch=settings.prefetch)
-    validate(program, prefetch=(settings.prefetch,))
+    validate(program)
     # without sends and receives a message is a pure latency, as published figures reckon; R stays where it was placed
     assessed = program.compute_only()
     assessment = assess(assessed, costs, footprint, memory_cap=settings.schedule.memory_cap, unit=unit, **shares)
