@@ -27,7 +27,6 @@ schema.register()
 def main(composed: DictConfig) -> None:
     """One job: a single run, or one of a sweep. How it ends is conf/callbacks.py's to turn into an exit status."""
     # not at the top: torch takes seconds to import, and --help and --cfg need none of it
-    from pipeline.training import rendezvous
     from pipeline.training.job import train
     from pipeline.training.planning import plan
 
@@ -42,7 +41,7 @@ def main(composed: DictConfig) -> None:
         # a schedule's grid, below its first line, has no place in a message of one line
         text = str(error).splitlines()[0] if isinstance(error, ScheduleError) else " ".join(str(error).split())
         raise BadInput(text) from error
-    recorder = make_recorder(config, job, schema.plain(composed), directory) if rendezvous.rank() == 0 else None
+    recorder = make_recorder(config, job, schema.plain(composed), directory) if schema.is_recording_rank() else None
     try:
         train(job, recorder, directory / "train.log")
     except (KeyboardInterrupt, SystemExit) as stop:  # Ctrl-C or SIGTERM: no error of the job, and it ends a sweep
@@ -62,7 +61,8 @@ def prepare(config: schema.Config) -> Job:
     model, data, devices = build_model(), build_data(), choose_devices(config)
     plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0))
     plan.check_targets(data.classes)
-    warn_of_slow_choices(config, devices)
+    if schema.is_recording_rank():
+        warn_of_slow_choices(config, devices)
     return Job(config, plan, devices, build_model, build_data, config.data.validation_batches)
 
 
@@ -76,7 +76,9 @@ def make_recorder(config: schema.Config, job: Job, values: dict[str, object], di
     from pipeline.training.wandb_logger import WandbLogger
 
     hydra_config = HydraConfig.get()
-    model = hydra_config.runtime.choices["model"]
+    choices = dict(hydra_config.runtime.choices)
+    model = choices["model"]
+    values["choices"] = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
     sinks: list[Sink] = [ProgressLine()]
     if (logger := config.logger).name == "wandb":
         group = logger.group or (Path(hydra_config.sweep.dir).name if hydra_config.mode is RunMode.MULTIRUN else None)

@@ -15,6 +15,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from conf.schema import is_recording_rank
+
 _log = logging.getLogger(__name__)
 _FILE = "status.json"
 
@@ -38,10 +40,12 @@ class JobStatus(Callback):
         error = job_return._return_value if job_return.status is HydraStatus.FAILED else None
         hydra = HydraConfig.get()
         sweeping = hydra.mode is RunMode.MULTIRUN
-        _write_status(Path(hydra.runtime.output_dir), hydra.job.num if sweeping else 0, job_return, error)
+        if is_recording_rank():
+            _write_status(Path(hydra.runtime.output_dir), hydra.job.num if sweeping else 0, job_return, error)
         if error is None:
             return
-        _show(error)
+        if is_recording_rank() or not isinstance(error, BadInput):
+            _show(error)
         if not sweeping:
             raise SystemExit(2 if isinstance(error, BadInput) else 1)
         job_return.status = HydraStatus.COMPLETED

@@ -288,7 +288,12 @@ def _run_directory(moment: str) -> str:
 
 def _output_subdirectory() -> str | None:
     """Where the composed config is written: by one rank alone."""
-    return ".hydra" if not _launched() or os.environ["RANK"] == "0" else None
+    return ".hydra" if is_recording_rank() else None
+
+
+def is_recording_rank() -> bool:
+    """Whether this process writes the run's files and says what all ranks would say: rank 0 of an outer launcher."""
+    return not _launched() or os.environ["RANK"] == "0"
 
 
 def _writer() -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -18,6 +20,24 @@ from pipeline.schedule.schedule import Channel, Schedule, channel
 
 class PeerError(ConnectionError):
     """A message did not come: the peer died or is late."""
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what a backend says, without the place in its source that it begins with."""
+    return re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say what the ranks were doing together when a peer was lost.
+
+    Raises:
+        PeerError: in place of a backend's RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"a peer was lost while {what}: {reason(error)}") from error
 
 
 def channels(schedules: Iterable[Schedule]) -> tuple[Channel, ...]:
@@ -127,8 +147,7 @@ class _DistributedReceive:
         try:
             self._work.wait() if self._limit is None else self._work.wait(self._limit)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise PeerError(f"{self._what} did not arrive in time or its sender is gone: {reason}") from error
+            raise PeerError(f"{self._what} did not arrive in time or its sender is gone: {reason(error)}") from error
         return self._buffer.to(self._device)
 
 
@@ -176,5 +195,5 @@ class _Outbox:
             try:
                 entry[0].wait()
             except RuntimeError as error:
-                self._error = self._error or PeerError(f"{entry[2]} was not taken: {str(error).splitlines()[0]}")
+                self._error = self._error or PeerError(f"{entry[2]} was not taken: {reason(error)}")
             del entry  # or the last message would stay alive until the next

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeline.engine.activations import ActivationMeter, Held
 from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.casts import casts_kept_for_a_step, graph_kept
 from pipeline.engine.stage import Stage
 from pipeline.engine.trace import Trace, clock_for
 from pipeline.engine.transport import Receive, Transport
@@ -133,6 +134,10 @@ class Executor:
         Raises:
             ActionError: an action failed; the cause is chained.
         """
+        with casts_kept_for_a_step():
+            return (yield from self._program(batch))
+
+    def _program(self, batch: Microbatches) -> Generator[Action, None, StepResult]:
         state = StepState(batch, Trace(self.rank, clock_for(self._device)), self._split_inputs(batch))
         self._set_mode()
         for position, action in enumerate(self._row):
@@ -172,14 +177,14 @@ class Executor:
         self._hold(passed, passed.inputs)
         if not recomputed:
             passed.weights = self._deferred(action)
-        with self._watch(not recomputed), torch.set_grad_enabled(not recomputed):
+        with self._watch(not recomputed), graph_kept(not recomputed):
             output = self._stage_forward(state, action, passed.inputs, passed.weights)
         if not recomputed:
             passed.output = output
         self._hand_on(state, action, output.detach(), None if recomputed else passed)
 
     def _evaluate(self, state: StepState, action: Action) -> None:
-        with torch.no_grad():
+        with graph_kept(False):
             output = self._stage_forward(state, action, self._take_inputs(state, action), None)
         self._hand_on(state, action, output, None)
 

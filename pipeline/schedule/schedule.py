@@ -135,6 +135,9 @@ class Message(NamedTuple):
     source_stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"the {self.kind} of stage {self.source_stage}, microbatch {self.microbatch}"
+
     @property
     def destination_stage(self) -> int:
         """The stage that takes it."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.engine.distributed import new_group
+from pipeline.engine.distributed import naming, new_group
 
 T = TypeVar("T")
 
@@ -96,18 +96,24 @@ class DistributedGroup:
         """An all-gather of one float64."""
         (value,) = values
         gathered = [torch.empty((), dtype=torch.float64) for _ in range(self._size)]
-        dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64), group=self._control)
+        with naming(f"rank {self._rank} gathered a number from all ranks"):
+            dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64), group=self._control)
         return [entry.item() for entry in gathered]
 
     def gather(self, values: Sequence[T]) -> list[T]:
         """An all-gather of a pickled object."""
         (value,) = values
         gathered: list[T] = [value] * self._size
-        dist.all_gather_object(gathered, value, group=self._control)
+        with naming(f"rank {self._rank} gathered what all ranks report"):
+            dist.all_gather_object(gathered, value, group=self._control)
         return gathered
 
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """An all-reduce among the ranks that hold a copy."""
+        with naming(f"rank {self._rank} summed tied gradients with ranks {list(key)}"):
+            self._sum(key, gradients)
+
+    def _sum(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         for gradient in gradients.values():
             if self._backend == "gloo" and gradient.device.type != "cpu":
                 staged = gradient.cpu()

@@ -164,7 +164,8 @@ def _sender(pipe: connection.Connection) -> Send:
 def _fail(error: BaseException, pipe: connection.Connection) -> None:
     frames = error.__traceback__.tb_next if error.__traceback__ else None  # without `run`
     details = "".join(traceback.format_exception(type(error), error, frames))
-    reason = "".join(traceback.format_exception_only(error)).strip()
+    # our own errors speak for themselves: the path of their class says nothing to a user
+    reason = "".join(traceback.format_exception_only(error)).strip().removeprefix(f"{type(error).__module__}.")
     report = Report(reason, details, lost_peer(error))
     pipe.send_bytes(Kind.FAILURE.value + pickle.dumps(report))
     _log.error("failed\n%s", details, extra={SHOWN_BY_LAUNCHER: True})

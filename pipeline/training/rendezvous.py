@@ -76,7 +76,7 @@ def join(timeout: float, backend: str = "gloo") -> None:
     """
     if timeout <= 0:
         raise ValueError(f"timeout ({timeout}) must be above 0 seconds: use 300, say")
-    limit = timedelta(seconds=timeout)
+    limit = max(timedelta(seconds=timeout), _START_TIMEOUT)
     dist.init_process_group(backend, store=shared_store(), rank=rank(), world_size=world_size(), timeout=limit)
 
 

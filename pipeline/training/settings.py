@@ -61,11 +61,11 @@ class OptimizerSettings:
     """The optimizer and its learning rate."""
 
     name: str = described("adamw", "adamw or sgd")
-    learning_rate: float = described(1e-3, "the highest learning rate, reached after the warmup")
-    warmup_steps: int = described(0, "steps over which the learning rate rises linearly")
+    learning_rate: float = described(2e-3, "the highest learning rate, reached after the warmup")
+    warmup_steps: int = described(20, "steps over which the learning rate rises linearly")
     decay: str = described("cosine", "after the warmup: cosine (down to final_ratio) or constant")
     final_ratio: float = described(0.1, "the last learning rate as a share of the highest")
-    weight_decay: float = described(0.0, "on parameters with two or more dimensions")
+    weight_decay: float = described(0.1, "on parameters with two or more dimensions")
     momentum: float = described(0.9, "sgd's momentum")
     betas: list[float] = described([0.9, 0.95], "adamw's averaging rates")
 
@@ -111,7 +111,7 @@ class Settings:
     pp: int = described(2, "pipeline ranks")
     microbatches: int = described(8, "pieces that a batch is cut into")
     batch_size: int = described(32, "samples a step")
-    steps: int = described(100, "training steps")
+    steps: int = described(300, "training steps")
     prefetch: int = described(2, "receives that are posted ahead of their use")
     timeout: float = described(300.0, "seconds that a message may take before the job ends with an error")
     gradient_clip: float | None = described(1.0, "largest norm of the whole model's gradient; null: not clipped")
@@ -154,16 +154,13 @@ class Settings:
             )
         self._check_optimizer()
 
-    def _check_word(self, path: str, words: tuple[str, ...]) -> None:
+    def _check_word(self, path: str, words: tuple[str | None, ...]) -> None:
         value: Any = self
         for part in path.split("."):
             value = getattr(value, part)
         if value not in words:
-            raise ValueError(
-                f"{path}={value} is unknown: use {', '.join(words[:-1])} or {words[-1]}"
-                if words[1:]
-                else f"{path}={value} is unknown: use {words[0]}"
-            )
+            *others, last = ("null" if word is None else word for word in words)
+            raise ValueError(f"{path}={value} is unknown: use {', '.join(others)} or {last}")
 
     def _check_optimizer(self) -> None:
         chosen = self.optimizer
@@ -194,7 +191,7 @@ _LOWEST = {
     "validate_every": 0,
 }
 
-_WORDS = {
+_WORDS: dict[str, tuple[str | None, ...]] = {
     "task": ("train", "plan"),
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
@@ -203,6 +200,8 @@ _WORDS = {
     "schedule.placement": ("line", "v"),
     "costs.source": ("stated", "profile"),
     "costs.per": ("stage", "rank"),
+    "precision.parameters": ("float64", "float32", "bfloat16"),
+    "precision.autocast": (None, "bfloat16", "float16"),
     "partition.name": ("uniform", "parameters", "manual"),
     "activation_checkpoint.name": ("never", "except_last", "always"),
     "optimizer.name": ("adamw", "sgd"),

@@ -63,8 +63,8 @@ def write(name: str, pp: int, microbatches: int, **options: object) -> Schedule:
     taken = options_of(name)
     for option, value in options.items():
         if option not in taken:
-            known = ", ".join(taken) or "none"
-            raise ValueError(f"schedule {name} takes no option {option} ({value!r}): use its options ({known})")
+            cure = f"use its options ({', '.join(taken)})" if taken else "drop it"
+            raise ValueError(f"schedule {name} takes no option {option} ({value!r}): {cure}")
     return SCHEDULES[name](pp, microbatches, **options)
 
 

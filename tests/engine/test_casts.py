@@ -1,0 +1,60 @@
+"""Autocast keeps one copy of each weight for a step, and checkpointed forwards don't spoil it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.training.precision import autocast
+from pipeline.training.settings import PrecisionSettings
+from tests.engine.harness import CPU, microbatches_of, outcome, plan_for, settings_for, step
+from tests.engine.samples import linears, small_gpt, text, vectors
+
+BF16 = PrecisionSettings("bf16", "float32", "bfloat16")
+
+
+def bf16_step(model, inputs, targets, schedule: str, checkpoint: str = "never", measure: bool = False):
+    """One step under bf16 autocast of all ranks in this process: the outcome, and each rank's peak activations."""
+    from pipeline.engine.stage import Placement
+    from pipeline.engine.transport import InProcessTransport
+    from pipeline.training.rank import Rank
+    from pipeline.training.settings import OptimizerSettings
+
+    settings = settings_for(schedule, 2, 4, len(inputs), checkpoint=checkpoint, precision=BF16)
+    plan = plan_for(settings, model, inputs, torch.float32)
+    placement = Placement(CPU, torch.float32, autocast(BF16, "cpu"), 0)
+    transport = InProcessTransport()
+    ranks = [Rank(rank, plan, model, placement, transport, OptimizerSettings()) for rank in range(2)]
+    for rank in ranks:
+        rank.measure_activations(measure)
+    results = step(ranks, microbatches_of(plan, model, inputs, targets))
+    peaks = [rank.measure_activations(False) for rank in ranks]
+    return outcome(plan, ranks, results), peaks
+
+
+def test_copies_of_weights_do_not_multiply_with_microbatches():
+    """Four microbatches in flight under gpipe once held four bfloat16 copies of every weight."""
+    width = 256
+    inputs, targets = vectors(4, width)
+    _, (first, _) = bf16_step(linears(4, width), inputs, targets, "gpipe", measure=True)
+    one_copy = width * width * 2  # of the second Linear: the first has no input gradient to compute with its weight
+    assert one_copy <= first <= 1.5 * one_copy
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+def test_checkpointed_forwards_leave_no_copy_without_a_graph(schedule: str, checkpoint: str):
+    """A copy made in a forward without a graph, found again by the recomputation, would give the weight no gradient."""
+    model, (inputs, targets) = small_gpt(), text(8)
+    expected, _ = bf16_step(model, inputs, targets, schedule)
+    found, _ = bf16_step(model, inputs, targets, schedule, checkpoint)
+    assert set(found.gradients) == set(expected.gradients)
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(found.gradients[name], gradient), name
+
+
+def test_a_step_leaves_autocast_as_it_was():
+    bf16_step(small_gpt(), *text(8), "1f1b", "always")
+    assert torch.is_autocast_cache_enabled()
+    assert torch.autocast_increment_nesting() == 1
+    assert torch.autocast_decrement_nesting() == 0
