@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.schedule.library import SCHEDULES
 from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, settings_for
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +73,24 @@ def test_refusal_is_the_one_shown(tmp_path: Path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.strip() == answer
+
+
+def test_output_shown_is_output():
+    """What the product prints, pasted: no placeholder, and the parts that the text around it speaks of."""
+    shown = blocks("text")
+    assert all(len(block.splitlines()) > 1 for block in shown)
+    assert "validation loss" in shown[0]
+    assert "run directory:" in shown[0]
+    assert any("Pareto" in block for block in shown)
+
+
+def test_schedules_in_the_table_are_those_there_are():
+    options = {file.stem for file in (ROOT / "conf" / "schedule").glob("*.yaml")}
+    table = README[README.index("| schedule | idea | paper |") : README.index("There are two bubbles")]
+    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == options
+    assert options - {"file", "custom"} == set(SCHEDULES)
 
 
 def test_schedule_example(capsys: pytest.CaptureFixture[str]):
