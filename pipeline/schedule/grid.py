@@ -7,7 +7,9 @@ rank 1     |F0 B0--- F1 B1--- F2 B2--- F3 B3---|
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from pipeline.schedule.actions import Action
 from pipeline.schedule.costs import CostModel, nominal_costs
@@ -16,7 +18,8 @@ from pipeline.schedule.events import Event
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import simulate
 
-_GAP = " ... "
+_WHOLE = 3
+"""So many blocks of time are all shown; of more, those where nothing but steady goes on are left out."""
 
 
 def grid(
@@ -28,9 +31,10 @@ def grid(
 ) -> str:
     """Draw the compute actions where `costs` (nominal ones if None) put them; dashes show what takes longer.
 
-    `mark`, an action or (rank, position) pairs, shows culprits as `>1B2<`. Lines longer than `width` lose their middle,
-    so that warmup and cooldown stay in sight. A schedule that cannot run, or a marked send or receive, is drawn in
-    program order instead.
+    `mark`, an action or (rank, position) pairs, shows culprits as `>1B2<`. What is wider than `width` is wrapped into
+    blocks of time, all ranks at the same slots; dashes at a block's start go on with what began before it. Of more
+    than three blocks, those without a phase's bar or a mark are left out between the first and the last. A schedule
+    that cannot run, or a marked send or receive, is drawn in program order instead.
     """
     places = _places(schedule, mark)
     title = f"{schedule.name}: {_count(schedule.pp, 'rank')}, {_count(schedule.microbatches, 'microbatch')}"
@@ -39,9 +43,9 @@ def grid(
     except ScheduleError:
         events = None
     if events is None or not all(schedule.rows[rank][at].type.is_compute for rank, at in places):
-        return f"{title} (program order)\n{marked_rows(schedule, places, width or 10**9)}"
+        return f"{_fill(f'{title} (program order)', width)}\n{marked_rows(schedule, places, width or 10**9)}"
     legend = "forward only" if schedule.forward_only else "warmup | steady | cooldown"
-    return "\n".join([f"{title} ({legend})", *_timed_rows(schedule, events, places, width)])
+    return "\n".join([_fill(f"{title} ({legend})", width), *_timed_rows(schedule, events, places, width)])
 
 
 def _places(schedule: Schedule, mark: Action | Collection[Place] | None) -> frozenset[Place]:
@@ -56,6 +60,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
+def _fill(title: str, width: int | None) -> str:
+    return title if width is None or len(title) <= width else textwrap.fill(title, max(1, width))
+
+
 def _timed_rows(
     schedule: Schedule, events: Sequence[Sequence[Event]], places: frozenset[Place], width: int | None
 ) -> list[str]:
@@ -67,11 +75,10 @@ def _timed_rows(
     labels = [f"rank {rank:>{len(str(schedule.pp - 1))}}  " for rank in range(schedule.pp)]
     rows = [_row(words[rank], slots[rank], _cuts(schedule, rank), cell) for rank in range(schedule.pp)]
     length = max(map(len, rows))
-    focus = [slots[rank][_compute_index(schedule, rank, at)][0] * cell for rank, at in sorted(places)]
     lines = [row.ljust(length) for row in rows]
-    if width is not None:
-        lines = _clip(lines, width - len(labels[0]), cell, focus[0] if focus else None)
-    return [(label + line).rstrip() for label, line in zip(labels, lines, strict=True)]
+    room = length if width is None else width - len(labels[0])
+    edges = _edges(lines, cell, max(1, (room - 1) // cell))
+    return _blocks(labels, lines, cell, edges)
 
 
 def _words(schedule: Schedule, rank: int, places: frozenset[Place]) -> list[str]:
@@ -131,19 +138,40 @@ def _row(words: Sequence[str], slots: Sequence[tuple[int, int]], cuts: Sequence[
     return "".join(line)
 
 
-def _compute_index(schedule: Schedule, rank: int, at: int) -> int:
-    return sum(action.type.is_compute for action in schedule.rows[rank][:at])
+def _edges(lines: Sequence[str], cell: int, most: int) -> list[int]:
+    """The slots at which blocks of about equal length, `most` slots at most, begin, and the end.
+
+    Each is moved a little to where it parts no word, and the fewest actions that last.
+    """
+    slots = (len(lines[0]) - 1) // cell
+    if slots <= most:
+        return [0, slots]
+    reach = min(max(1, most // 8), (most - 1) // 2)
+    count = -(-slots // (most - 2 * reach))
+
+    def harm(edge: int, wanted: int) -> tuple[int, int, int]:
+        parted = [line[edge * cell] for line in lines]
+        return sum(char not in " |-" for char in parted), parted.count("-"), abs(edge - wanted)
+
+    wanted = [slots * k // count for k in range(1, count)]
+    return [0, *(min(range(at - reach, at + reach + 1), key=lambda e, at=at: harm(e, at)) for at in wanted), slots]
 
 
-def _clip(lines: list[str], width: int, cell: int, focus: int | None) -> list[str]:
-    """Cut the same slots out of every line: the middle, or all but a window around `focus`."""
-    length = len(lines[0])
-    if length <= width:
-        return lines
-    slots = max(2, (width - 2 * len(_GAP)) // cell)
-    if focus is None:
-        head, tail = (slots + 1) // 2 * cell, length - 1 - slots // 2 * cell
-        return [line[:head] + _GAP + line[tail:] for line in lines]
-    first = max(0, min(focus // cell - slots // 2, (length - 1) // cell - slots)) * cell
-    last = first + slots * cell
-    return [_GAP * (first > 0) + line[first:last] + _GAP * (last < length - 1) for line in lines]
+def _blocks(labels: Sequence[str], lines: Sequence[str], cell: int, edges: Sequence[int]) -> list[str]:
+    """The blocks of time below each other, each with its labels; a note where some are left out."""
+    drawn: list[str] = []
+    left_out = 0
+    for first, last in pairwise(edges):
+        # A block ends with the character before the next slot, as an action that goes on shows there; a bar doesn't.
+        parts = [line[first * cell : last * cell + 1] for line in lines]
+        if last < edges[-1]:
+            parts = [part.rstrip("|") for part in parts]
+        inner = 0 < first and last < edges[-1] and not any({"|", ">"} & set(part) for part in parts)
+        if len(edges) - 1 > _WHOLE and inner:
+            left_out += last - first
+            continue
+        if drawn:
+            drawn.append(f"{' ' * len(labels[0])} ... {left_out} slots left out ..." if left_out else "")
+        drawn += [(label + part).rstrip() for label, part in zip(labels, parts, strict=True)]
+        left_out = 0
+    return drawn
