@@ -43,6 +43,11 @@ CASES = {
         Case("gpt, fewer microbatches than ranks", "1f1b", 1, 2),
         Case("resnet", "gpipe", 3, 6, "always"),
         Case("large messages", "1f1b", 3, 12),
+        Case("gpt, split backward", "zb_h1", 4, 10),
+        Case("gpt, there and back", "zbv", 5, 10, "always"),
+        Case("gpt, half the memory", "v_half", 4, 8),
+        Case("gpt, overlapped pairs", "dualpipe_v", 4, 8),
+        Case("resnet, split backward in a loop", "interleaved_zb", 3, 6, "except_last"),
         Case("gpt with dropout in bf16", "interleaved_1f1b", 4, 8, "always", BF16),
     ]
 }
@@ -66,7 +71,7 @@ def merged(messages) -> Outcome:
 def test_processes_equal_a_single_one(sent, name):
     case = CASES[name]
     model, (inputs, answers) = case.model_and_batch()
-    expected = plain_loop(model, inputs, answers, case.microbatches if name == "resnet" else 1)
+    expected = plain_loop(model, inputs, answers, case.microbatches if name.startswith("resnet") else 1)
     assert_equal_outcomes(merged(sent[name]), expected)
 
 

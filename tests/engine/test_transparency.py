@@ -53,6 +53,13 @@ def test_gpt_on_every_other_schedule(schedule, pp, microbatches, mode):
     assert_equal_outcomes(found, whole_batch_gpt(10))
 
 
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_a_pair_that_hands_on_each_output_when_it_is_there(pp):
+    settings = settings_for("dualpipe_v", pp, 8, 10)
+    settings.schedule.release = "each"
+    assert_equal_outcomes(pipelined(settings, small_gpt(), *text(10)), whole_batch_gpt(10))
+
+
 @pytest.mark.parametrize(("schedule", "pp", "mode"), itertools.product(OTHERS, (2, 3), ("never", "except_last")))
 def test_resnet_on_every_other_schedule(schedule, pp, mode):
     found = pipelined(settings_for(schedule, pp, 6, 8, checkpoint=mode), resnet(depth=18, classes=10), *images(8))
