@@ -12,13 +12,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 
+from conf.help import fields_help, groups_help, options
 from pipeline.training.settings import Settings, described
 
 
@@ -200,8 +200,8 @@ def register() -> None:
     for group, nodes in SCHEMAS.items():
         for name, node in nodes.items():
             store.store(group=f"schema/{group}", name=name, node=node)
-    OmegaConf.register_new_resolver("fields", _fields_help, replace=True)
-    OmegaConf.register_new_resolver("groups", _groups_help, replace=True)
+    OmegaConf.register_new_resolver("fields", lambda: fields_help(SCHEMAS), replace=True)
+    OmegaConf.register_new_resolver("groups", groups_help, replace=True)
     OmegaConf.register_new_resolver("run_directory", _run_directory, replace=True)
     OmegaConf.register_new_resolver("output_subdirectory", _output_subdirectory, replace=True)
     OmegaConf.register_new_resolver("writer", _writer, replace=True)
@@ -218,10 +218,10 @@ def check_choices(choices: Mapping[str, Any]) -> None:
     """
     for group in GROUPS:
         if not isinstance(choices.get(group), str):
-            example = _options(group)[0]
+            example = options(group)[0]
             raise ValueError(
                 f"{group} takes exactly one option, not none or a list: use {group}={example}, or sweep over several "
-                f"with -m {group}={','.join(_options(group)[:2])}"
+                f"with -m {group}={','.join(options(group)[:2])}"
             )
 
 
@@ -303,46 +303,3 @@ def _writer() -> str:
 
 def _launched() -> bool:
     return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-# Help
-
-
-def _groups_help() -> str:
-    """Every config group with its options."""
-    groups = sorted(folder.name for folder in Path(__file__).parent.iterdir() if any(folder.glob("*.yaml")))
-    width = max(map(len, groups))
-    return "\n".join(f"  {group:{width}}  {', '.join(_options(group))}" for group in groups)
-
-
-def _options(group: str) -> list[str]:
-    """The names that a group can be set to."""
-    return sorted(file.stem for file in (Path(__file__).parent / group).glob("*.yaml"))
-
-
-def _fields_help() -> str:
-    """Every field with its default and its line."""
-    rows = list(_field_rows(Settings(), ""))
-    for group, schemas in SCHEMAS.items():
-        owners: dict[tuple[str, str, str], list[str]] = {}
-        for option, schema in schemas.items():
-            for row in _field_rows(schema(), f"{group}."):
-                owners.setdefault(row, []).append(option)
-        for (name, default, text), options in owners.items():
-            suffix = "" if len(options) == len(schemas) else f" ({', '.join(options)})"
-            rows.append((name, default, text + suffix))
-    width = max(len(f"{name}={default}") for name, default, _ in rows)
-    return "\n".join(f"  {f'{name}={default}':{width}}  {text}" for name, default, text in rows)
-
-
-def _field_rows(settings: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        if is_dataclass(value):
-            yield from _field_rows(value, f"{path}{field.name}.")
-        elif "help" in field.metadata:
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            # an interpolation would be resolved in the help text itself: show what it falls back to
-            if shown.startswith("${"):
-                shown = shown.removesuffix("}").rpartition(",")[2]
-            yield f"{path}{field.name}", shown, field.metadata["help"]

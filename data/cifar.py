@@ -33,11 +33,9 @@ def cifar10(*, path: str, batch_size: int, seed: int, classes: int = CLASSES) ->
         raise ValueError(f"cifar10 has {CLASSES} classes, not {classes}: use classes={CLASSES}")
     # Opening the small part checks the sums of all files, so that damage shows before any rank starts.
     _open(path, train=False)
-    return Data(
+    return Data.of_images(
         train=CifarImages(path, batch_size, seed, train=True),
         validation=CifarImages(path, batch_size, seed, train=False),
-        kind="images",
-        units_per_sample=1,
         classes=CLASSES,
     )
 

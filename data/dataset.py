@@ -35,6 +35,11 @@ class Data:
     units_per_sample: int
     classes: int
 
+    @classmethod
+    def of_images(cls, train: Split, validation: Split, classes: int) -> Data:
+        """Images: one term of the loss a sample."""
+        return cls(train, validation, kind="images", units_per_sample=1, classes=classes)
+
 
 def require_positive(**sizes: int) -> None:
     """ValueError naming the first size below 1."""

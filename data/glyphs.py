@@ -47,11 +47,9 @@ def glyphs(*, batch_size: int, seed: int, size: int = 64, classes: int = len(CHA
         raise ValueError(f"glyphs of {size} pixels are unreadable: use size={SMALLEST_SIZE} or more")
     if classes != len(CHARACTERS):
         raise ValueError(f"glyphs have {len(CHARACTERS)} classes, not {classes}: use classes={len(CHARACTERS)}")
-    return Data(
+    return Data.of_images(
         train=Glyphs(_font_files(TRAINING_FONTS), batch_size, size, seed, "train"),
         validation=Glyphs(_font_files(HELD_OUT_FONTS), batch_size, size, VALIDATION_SEED, "validation"),
-        kind="images",
-        units_per_sample=1,
         classes=classes,
     )
 

@@ -47,11 +47,9 @@ def image_folder(*, path: str, batch_size: int, seed: int, classes: int, size: i
         raise ValueError(f"{train} has {len(names)} classes, not {classes}: use classes={len(names)}")
     if difference := sorted(names ^ _classes(validation)):
         raise ValueError(f"{train} and {validation} differ in class {difference[0]!r}: give both the same folders")
-    return Data(
+    return Data.of_images(
         train=FolderImages(train, batch_size, seed, size, workers, augmented=True),
         validation=FolderImages(validation, batch_size, seed, size, workers, augmented=False),
-        kind="images",
-        units_per_sample=1,
         classes=classes,
     )
 

@@ -30,11 +30,9 @@ def synthetic_images(*, batch_size: int, seed: int, classes: int, size: int = 22
     """Normal random images, float32 (batch, 3, size, size), and classes; `fixed` gives every step the same batch."""
     require_positive(batch_size=batch_size, classes=classes, size=size)
     shape = (batch_size, 3, size, size)
-    return Data(
+    return Data.of_images(
         train=RandomImages(shape, classes, seed, "train", fixed),
         validation=RandomImages(shape, classes, VALIDATION_SEED, "validation", fixed),
-        kind="images",
-        units_per_sample=1,
         classes=classes,
     )
 

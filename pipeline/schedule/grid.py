@@ -69,15 +69,20 @@ def _timed_rows(
 ) -> list[str]:
     words = [_words(schedule, rank, places) for rank in range(schedule.pp)]
     slots = [_slots(row, _unit(events)) for row in events]
-    cell = 1 + max(
-        (_room(*drawn) for pair in zip(words, slots, strict=True) for drawn in zip(*pair, strict=True)), default=0
-    )
     labels = [f"rank {rank:>{len(str(schedule.pp - 1))}}  " for rank in range(schedule.pp)]
-    rows = [_row(words[rank], slots[rank], _cuts(schedule, rank), cell) for rank in range(schedule.pp)]
-    length = max(map(len, rows))
-    lines = [row.ljust(length) for row in rows]
-    room = length if width is None else width - len(labels[0])
-    edges = _edges(lines, cell, max(1, (room - 1) // cell))
+    drawn = [one for row in zip(words, slots, strict=True) for one in zip(*row, strict=True)]
+    narrow = 1 + max((_room(*one) for one in drawn), default=0)
+    wide = 1 + max((len(word) for word, _ in drawn), default=0)
+    # Where no edge spares a word that reaches over several slots, each slot has room for a whole word.
+    for cell in (narrow, wide):
+        rows = [_row(words[rank], slots[rank], _cuts(schedule, rank), cell) for rank in range(schedule.pp)]
+        length = max(map(len, rows))
+        lines = [row.ljust(length) for row in rows]
+        harm = [_harm(parted) for parted in zip(*(line[::cell] for line in lines), strict=True)]
+        most = len(harm) if width is None else max(1, (width - len(labels[0]) - 1) // cell)
+        edges = _edges(harm, most)
+        if not any(harm[edge][0] for edge in edges):
+            break
     return _blocks(labels, lines, cell, edges)
 
 
@@ -138,23 +143,29 @@ def _row(words: Sequence[str], slots: Sequence[tuple[int, int]], cuts: Sequence[
     return "".join(line)
 
 
-def _edges(lines: Sequence[str], cell: int, most: int) -> list[int]:
-    """The slots at which blocks of about equal length, `most` slots at most, begin, and the end.
+def _edges(harm: Sequence[tuple[int, int]], most: int) -> list[int]:
+    """The first slots of blocks of about equal length, `most` slots at most, and the end.
 
-    Each is moved a little to where it parts no word, and the fewest actions that last.
+    Each is moved a little to where it does the least harm; there are more blocks than need be only where a word would
+    be parted otherwise.
     """
-    slots = (len(lines[0]) - 1) // cell
-    if slots <= most:
-        return [0, slots]
-    reach = min(max(1, most // 8), (most - 1) // 2)
-    count = -(-slots // (most - 2 * reach))
+    slots = len(harm) - 1
+    least = max(1, -(-slots // most))
+    edges = [0]
+    for count in range(least, min(2 * least, slots + 1)):
+        reach = min(max(1, most // 8), (most + slots // -count) // 2, (slots // count - 1) // 2)
+        edges = [0]
+        for equal in (slots * block // count for block in range(1, count)):
+            near = range(equal - reach, equal + reach + 1)
+            edges.append(min((harm[edge], abs(edge - equal), edge) for edge in near)[-1])
+        if not any(harm[edge][0] for edge in edges):
+            break
+    return [*edges, slots]
 
-    def harm(edge: int, wanted: int) -> tuple[int, int, int]:
-        parted = [line[edge * cell] for line in lines]
-        return sum(char not in " |-" for char in parted), parted.count("-"), abs(edge - wanted)
 
-    wanted = [slots * k // count for k in range(1, count)]
-    return [0, *(min(range(at - reach, at + reach + 1), key=lambda e, at=at: harm(e, at)) for at in wanted), slots]
+def _harm(parted: Sequence[str]) -> tuple[int, int]:
+    """How many words, and how many words, actions and bars, a block's edge runs through at these characters."""
+    return sum(char not in " |-" for char in parted), sum(char != " " for char in parted)
 
 
 def _blocks(labels: Sequence[str], lines: Sequence[str], cell: int, edges: Sequence[int]) -> list[str]:
@@ -162,16 +173,14 @@ def _blocks(labels: Sequence[str], lines: Sequence[str], cell: int, edges: Seque
     drawn: list[str] = []
     left_out = 0
     for first, last in pairwise(edges):
-        # A block ends with the character before the next slot, as an action that goes on shows there; a bar doesn't.
+        # The character after the last slot too: it shows an action that goes on, or a phase that ends.
         parts = [line[first * cell : last * cell + 1] for line in lines]
-        if last < edges[-1]:
-            parts = [part.rstrip("|") for part in parts]
-        inner = 0 < first and last < edges[-1] and not any({"|", ">"} & set(part) for part in parts)
-        if len(edges) - 1 > _WHOLE and inner:
+        inner = first > 0 and last < edges[-1]
+        if inner and len(edges) - 1 > _WHOLE and not any({"|", ">"} & set(part) for part in parts):
             left_out += last - first
             continue
         if drawn:
-            drawn.append(f"{' ' * len(labels[0])} ... {left_out} slots left out ..." if left_out else "")
+            drawn.append(f"{' ' * len(labels[0])} ... {_count(left_out, 'slot')} left out ..." if left_out else "")
         drawn += [(label + part).rstrip() for label, part in zip(labels, parts, strict=True)]
         left_out = 0
     return drawn

@@ -19,12 +19,13 @@ from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
 from pipeline.training.devices import Devices
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
-from pipeline.training.launch import launch, sigterm_raises
+from pipeline.training.launch import launch
 from pipeline.training.plan import Plan
 from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.rank import Rank
 from pipeline.training.recorder import Recorder, RunFacts
 from pipeline.training.settings import Settings
+from pipeline.training.signals import sigterm_raises
 from pipeline.training.trainer import Data, Trainer
 
 _log = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ def _train_ranks(
     placement = Placement(
         device, parameter_dtype(settings.precision), autocast(settings.precision, device.type), settings.seed
     )
-    stages = ", ".join(str(stage) for number in numbers for stage in job.plan.schedule.stages_of(number))
+    stages = ", ".join(map(str, sorted(stage for number in numbers for stage in job.plan.schedule.stages_of(number))))
     _log.info("this process holds %s %s, on %s", "stages" if "," in stages else "stage", stages, device)
     ranks = [Rank(number, job.plan, model, placement, transport, settings.optimizer) for number in numbers]
     ends = any(rank.holds_first or rank.holds_last for rank in ranks)

@@ -18,19 +18,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 # torch.distributed has this name too, but mypy finds no type by that way.
 from torch._C._distributed_c10d import TCPStore
 
 from pipeline.training import rank_process
+from pipeline.training.inheritance import inheritable_start_method, inherited
 from pipeline.training.rank_process import Assignment, Kind, Report, Target
+from pipeline.training.signals import sigterm_raises, undisturbed
 
 _log = logging.getLogger(__name__)
 _starting = threading.Lock()
@@ -119,7 +121,7 @@ def launch(
                 on_start(job.pids)
             job.supervise()
         finally:
-            with _undisturbed():
+            with undisturbed():
                 job.end()
         job.conclude()
 
@@ -142,7 +144,7 @@ class _Job:
 
     def start(self, assignments: Sequence[Assignment]) -> None:
         context = multiprocessing.get_context("forkserver")
-        with _starting, _inheritable_start_method():
+        with _starting, inheritable_start_method():
             _start_fork_server(context)
             for assignment in assignments:
                 self._members.append(_start_rank(context, assignment, self._events))
@@ -278,7 +280,7 @@ def _start_fork_server(context: ForkServerContext) -> None:
 
     context.set_forkserver_preload(_modules_to_preload())
     resource_tracker.ensure_running()  # first, for it unblocks SIGINT
-    with _inherited(PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+    with inherited(PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
         # Blocked in the server and its children: a Ctrl-C while they import would print tracebacks.
         old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -295,61 +297,3 @@ def _modules_to_preload() -> list[str]:
         if isinstance(origin, str) and origin in sys.modules and origin not in ("__main__", "__mp_main__"):
             names.add(origin)
     return sorted(names)
-
-
-@contextlib.contextmanager
-def _inherited(**variables: str) -> Iterator[None]:
-    """Environment variables for a process started inside the block."""
-    old = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _inheritable_start_method() -> Iterator[None]:
-    """A child takes over the global start method's name; joblib's ("loky") means nothing there and would end it."""
-    method = multiprocessing.get_start_method(allow_none=True)
-    if method is None or method in multiprocessing.get_all_start_methods():
-        yield
-        return
-    multiprocessing.set_start_method(None, force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(method, force=True)
-
-
-@contextlib.contextmanager
-def _handlers(handler: Any, *signals: signal.Signals) -> Iterator[None]:
-    """Signal handlers for the block; only the main thread may set any."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = {number: signal.signal(number, handler) for number in signals}
-    try:
-        yield
-    finally:
-        for number, previous in old.items():
-            # None: set by C code; it can't be put back from here.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
-
-
-def _raise_exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def sigterm_raises() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM raises SystemExit(143) inside the block, so that it is ended like a Ctrl-C."""
-    return _handlers(_raise_exit, signal.SIGTERM)
-
-
-def _undisturbed() -> contextlib.AbstractContextManager[None]:
-    """For the ending of the ranks, which a second Ctrl-C must not leave half done."""
-    return _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)

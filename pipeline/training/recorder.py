@@ -65,8 +65,8 @@ class Recorder:
     """Writes a run down as it happens. Call `start()`, then the recorder with each message, then `finish()`.
 
     metrics.jsonl: one object a logged step, flushed line by line: the fields of StepMetrics and `seconds` since the
-    start. A validation's `validation_loss` joins the line of its step when it arrives before it; otherwise it gets a
-    line of its own with `step`, `validation_loss` and `seconds`. NaN and infinity are written as null, in all files.
+    start. A validation has a line of its own: `step`, `validation_loss` and `seconds`. NaN and infinity are written as
+    null, in all files.
     """
 
     def __init__(self, directory: Path, facts: RunFacts, sinks: Sequence[Sink] = ()) -> None:
@@ -77,7 +77,6 @@ class Recorder:
         self._started = time.perf_counter()
         self._steps: list[StepMetrics] = []
         self._validation: ValidationMetrics | None = None
-        self._pending: ValidationMetrics | None = None
         self._ranks: dict[int, RankReport] = {}
         self._finished: Finished | None = None
         self._summary: dict[str, object] | None = None
@@ -110,7 +109,6 @@ class Recorder:
         """Write summary.json and the timeline, finish the sinks; returns the summary. A second call changes nothing."""
         if self._summary is not None:
             return self._summary
-        self._write_pending()
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -123,25 +121,13 @@ class Recorder:
 
     def _record_step(self, metrics: StepMetrics) -> None:
         self._steps.append(metrics)
-        row: dict[str, object] = asdict(metrics)
-        if self._pending is not None and self._pending.step == metrics.step:
-            row["validation_loss"] = self._pending.loss
-            self._pending = None
-        self._write_pending()
-        self._write_line(row)
+        self._write_line(asdict(metrics))
         self._tell(lambda sink: sink.log_step(metrics))
 
     def _record_validation(self, metrics: ValidationMetrics) -> None:
-        self._write_pending()
-        self._validation = self._pending = metrics
-        if self._steps and self._steps[-1].step >= metrics.step:
-            self._write_pending()
+        self._validation = metrics
+        self._write_line({"step": metrics.step, "validation_loss": metrics.loss})
         self._tell(lambda sink: sink.log_validation(metrics))
-
-    def _write_pending(self) -> None:
-        if self._pending is not None:
-            self._write_line({"step": self._pending.step, "validation_loss": self._pending.loss})
-            self._pending = None
 
     def _write_line(self, row: Mapping[str, object]) -> None:
         if self._metrics is None:

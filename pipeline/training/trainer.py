@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,21 +11,15 @@ from torch import Tensor
 
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Loss
-from pipeline.schedule.simulate import Event, bubbles
 from pipeline.training import gradients
 from pipeline.training.group import Group
-from pipeline.training.memory import peak_memory_bytes, reset_peak_memory
-from pipeline.training.messages import Finished, RankReport, StepMetrics, ValidationMetrics
+from pipeline.training.measurement import Measurement
+from pipeline.training.messages import StepMetrics, ValidationMetrics
 from pipeline.training.optimizer import learning_rate
 from pipeline.training.plan import Plan, split
 from pipeline.training.precision import LossScale
 from pipeline.training.rank import Rank
-from pipeline.training.replay import replay
 from pipeline.training.settings import Settings
-
-_log = logging.getLogger(__name__)
-
-Row = tuple[Event, ...]
 
 
 class Split(Protocol):
@@ -63,10 +54,6 @@ class Data(Protocol):
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient is infinite or not a number."""
-
-
-_KEPT_STEPS = 512
-"""Steps whose events are kept for the medians and the picture; a long run shouldn't grow with its length."""
 
 
 class Trainer:
@@ -104,14 +91,13 @@ class Trainer:
         self._data = data
         self._group = group
         self._validation_batches = validation_batches
-        self._shared_memory = shared_memory
         self._report = report
         self._reports = 0 in group.local
         self._tied_ranks = plan.tied_ranks()
         self._scale = LossScale.start(settings.precision.loss_scale)
-        self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
-        self._events: deque[tuple[Row, ...]] = deque(maxlen=_KEPT_STEPS)
-        self._activation_bytes: list[int | None] = [None] * len(self.ranks)
+        self._measurement = Measurement(
+            plan, self.ranks, group, batch_size=settings.batch_size, shared_memory=shared_memory
+        )
 
     def train(self) -> None:
         """Run every step.
@@ -122,16 +108,16 @@ class Trainer:
         """
         settings, began = self.settings, time.perf_counter()
         train_loss, validation_loss = math.nan, None
-        for rank in self.ranks:
-            reset_peak_memory(rank.placement.device)
         for step in range(settings.steps):
-            self._measure_first_step(step)
+            self._measurement.before_step(step)
             logged = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
             train_loss = self._train_step(step, logged)
             last = step + 1 == settings.steps
             if settings.validate_every and (last or (step + 1) % settings.validate_every == 0):
                 validation_loss = self.validate(step + 1)
-        self._finish(train_loss, validation_loss, time.perf_counter() - began)
+        finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began)
+        if self._reports:
+            self._report(finished)
 
     def validate(self, step: int) -> float:
         """The mean loss over the first held-out batches; weights, statistics and RNG stay."""
@@ -150,7 +136,7 @@ class Trainer:
         results = run([rank.trainer for rank in self.ranks], [batch] * len(self.ranks))
         norm, skipped = self._update(step)
         seconds = time.perf_counter() - began
-        self._record(seconds, results)
+        self._measurement.record(seconds, [result.events for result in results])
         return self._log_step(step, results, norm, skipped, seconds) if logged else math.nan
 
     def _batch(self, index: int, validation: bool = False) -> Microbatches:
@@ -197,21 +183,6 @@ class Trainer:
             gradients.scale_gradients(rank.gradients(), factor)
             rank.step(rate)
 
-    # Measurement
-
-    def _measure_first_step(self, step: int) -> None:
-        # every step holds the same, so the first one tells, and only it pays for the hooks
-        if step == 0:
-            for rank in self.ranks:
-                rank.measure_activations(True)
-        elif step == 1:
-            self._activation_bytes = [rank.measure_activations(False) for rank in self.ranks]
-
-    def _record(self, seconds: float, results: Sequence[StepResult]) -> None:
-        events = tuple(result.events for result in results)
-        self._seconds.append(seconds)
-        self._events.append(replay(self.plan.program, events) if len(self.ranks) > 1 else events)
-
     def _total_loss(self, results: Sequence[StepResult]) -> float:
         """The loss, which one rank has, on every rank."""
         shares = [0.0 if result.loss is None else float(result.loss) for result in results]
@@ -221,7 +192,7 @@ class Trainer:
         loss = self._total_loss(results)
         if not math.isfinite(loss) and not self._scale.dynamic:
             raise NonFiniteError(f"the loss is {loss} at step {step + 1}: lower optimizer.learning_rate")
-        (events,) = self._gather_steps([self._events[-1]])
+        bubble = self._measurement.bubble()
         if self._reports:
             samples = self.settings.batch_size / seconds
             self._report(
@@ -233,64 +204,13 @@ class Trainer:
                     step_seconds=seconds,
                     samples_per_second=samples,
                     tokens_per_second=self._tokens(samples),
-                    bubble_measured=bubbles(events, self._group.size)[0],
+                    bubble_measured=bubble,
                     skipped=skipped,
                 )
             )
         return loss
 
-    def _gather_steps(self, steps: Sequence[tuple[Row, ...]]) -> list[tuple[Row, ...]]:
-        """The given steps' events with the rows of all ranks."""
-        by_rank = self._group.gather([[step[index] for step in steps] for index in range(len(self.ranks))])
-        return list(zip(*by_rank, strict=True))
-
     def _tokens(self, samples: float) -> float | None:
         if self._data is None or self._data.kind != "text":
             return None
         return samples * self._data.units_per_sample
-
-    def _finish(self, train_loss: float, validation_loss: float | None, seconds: float) -> None:
-        steps = self._gather_steps(list(self._events))
-        reports = self._group.gather([self._rank_report(index) for index in range(len(self.ranks))])
-        if not self._reports:
-            return
-        step_seconds = statistics.median(self._seconds)
-        self._report(
-            Finished(
-                train_loss=train_loss,
-                validation_loss=validation_loss,
-                samples_per_second=self.settings.batch_size / step_seconds,
-                step_seconds=step_seconds,
-                bubble_measured=statistics.median(bubbles(events, self._group.size)[0] for events in steps),
-                bubble_source="replayed" if len(self.ranks) > 1 else "measured",
-                ranks=tuple(reports),
-                events=_typical(steps),
-                seconds=seconds,
-            )
-        )
-
-    def _rank_report(self, index: int) -> RankReport:
-        rank = self.ranks[index]
-        measured = rank.measure_activations(False)
-        return RankReport(
-            rank=rank.rank,
-            stages=self.plan.schedule.stages_of(rank.rank),
-            parameters=self.plan.rank_parameters(rank.rank),
-            peak_activation_bytes=self._activation_bytes[index] if measured is None else measured,
-            peak_memory_bytes=None if self._shared_memory else peak_memory_bytes(rank.placement.device),
-        )
-
-
-def _typical(steps: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
-    """The step with the median makespan, its times counted from its first start."""
-    ordered = sorted(steps, key=_makespan)
-    chosen = ordered[len(ordered) // 2]
-    origin = min(row[0].start for row in chosen)
-    return tuple(
-        tuple(Event(event.rank, event.action, event.start - origin, event.end - origin) for event in row)
-        for row in chosen
-    )
-
-
-def _makespan(step: Sequence[Row]) -> float:
-    return max(row[-1].end for row in step) - min(row[0].start for row in step)

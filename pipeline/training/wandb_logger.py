@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 MODES = ("auto", "online", "offline", "disabled")
 INIT_SECONDS = 5.0
 FINISH_SECONDS = 15.0
+_REASON_LENGTH = 80
 _KILLED = 255  # the exit code that W&B shows as "killed" instead of "failed"
 
 
@@ -66,7 +67,7 @@ class WandbLogger:
         except ImportError:
             self._warn("wandb is not installed (use pip install wandb, or logger=none)")
         except Exception as error:
-            self._warn(_first_line(error))
+            self._warn(_reason(error))
 
     def log_step(self, metrics: StepMetrics) -> None:
         values = {
@@ -130,7 +131,7 @@ class WandbLogger:
             self._run = self._init("offline")
             where = self._where(self._run)
             log.warning(
-                "W&B: no connection (%s), so an offline run in %s (wandb sync uploads it)", _first_line(error), where
+                "W&B: no connection (%s), so an offline run in %s (wandb sync uploads it)", _reason(error), where
             )
 
     def _init(self, mode: Any) -> wandb.Run:
@@ -187,7 +188,7 @@ class WandbLogger:
         try:
             call()
         except Exception as error:
-            self._warn(_first_line(error))
+            self._warn(_reason(error))
 
     def _warn(self, reason: str) -> None:
         """One line for the first thing that goes wrong; training goes on either way."""
@@ -231,6 +232,11 @@ def _peaks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return values
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """The error's first line, short: of a long chain of causes ("a: b: c", addresses within) the first and the last."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    reason = lines[0] if lines else type(error).__name__
+    if len(reason) > _REASON_LENGTH:
+        first, _, rest = reason.partition(": ")
+        reason = f"{first} ... {rest.rpartition(': ')[2]}".rstrip(" .")
+    return reason if len(reason) <= _REASON_LENGTH else reason[: _REASON_LENGTH - 4] + " ..."

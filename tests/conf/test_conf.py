@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from conf import command_line, schema
 from tests.conf.compose import CONF, choices, compose, configured, groups, options
 
-ROOT = Path(__file__).parents[2]
 TOP_LEVEL = [
     *("task", "launch", "device", "share_gpu", "seed", "pp", "microbatches", "batch_size", "steps", "prefetch"),
     *("timeout", "gradient_clip", "log_every", "validate_every", "costs"),
@@ -195,54 +189,6 @@ def test_the_stored_config_is_plain_and_resolved() -> None:
     assert values["model"] == {"depth": 18, "classes": 36}
     assert "${" not in str(values)
     assert "???" not in str(values)
-
-
-# The program's own pages
-
-
-def page(*arguments: str) -> str:
-    """What `python train.py` prints."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
-
-
-def test_help_lists_every_group_option_and_field() -> None:
-    text = page("--help")
-    for group in groups():
-        listed = re.search(rf"^  {group} +(.+)$", text, flags=re.MULTILINE)
-        assert listed is not None, group
-        assert listed[1].split(", ") == options(group)
-    for field in dataclasses.fields(schema.Config):
-        if field.name in TOP_LEVEL:
-            name = "costs.forward" if field.name == "costs" else field.name
-            row = re.search(rf"^  {name}=\S+ +(.+)$", text, flags=re.MULTILINE)
-            assert row is not None, field.name
-            assert row[1] == field.metadata["help"] or field.name == "costs"
-    for targets in schema.SCHEMAS.values():
-        for target in targets.values():
-            for field in dataclasses.fields(target):
-                assert field.metadata["help"] in text
-    for name in ("optimizer.learning_rate", "schedule.stages_per_rank", "logger.mode", "model.context", "data.path"):
-        assert f"  {name}=" in text
-    assert "${" not in text
-
-
-def test_cfg_job_shows_the_composed_config() -> None:
-    text = page("--cfg", "job", "schedule=interleaved_1f1b", "model=resnet152")
-    shown = OmegaConf.create(text)
-    assert shown.schedule.stages_per_rank == 2
-    assert shown.model.depth == 152
-    assert set(shown) == set(TOP_LEVEL + SINGLE)
-    assert page("--cfg", "job", "--resolve", "--package", "model") == "# @package model\n" + (
-        "layers: 4\nwidth: 128\nheads: 4\ncontext: 128\nvocabulary: 256\ndropout: 0.0\ntie_embeddings: true\n"
-    )
 
 
 def test_no_option_is_hidden() -> None:

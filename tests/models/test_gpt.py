@@ -11,26 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models.gpt import gpt
-from models.model import Model
+from tests.models.whole import initialized, whole_state
 
 SMALL = {"layers": 3, "width": 24, "heads": 4, "context": 16, "vocabulary": 50}
-
-
-def initialized(model: Model, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
-    with torch.device("meta"):
-        modules = [layer.build() for layer in model.layers]
-    generator = torch.Generator().manual_seed(seed)
-    for layer, module in zip(model.layers, modules, strict=True):
-        module.to_empty(device="cpu")
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            model.initialize(layer.prefix + name, tensor, generator)
-        module.to(dtype)
-    return modules
-
-
-def whole_state(model: Model, modules: list[nn.Module]) -> dict[str, Tensor]:
-    pairs = zip(model.layers, modules, strict=True)
-    return {layer.prefix + name: tensor for layer, module in pairs for name, tensor in module.state_dict().items()}
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -7,29 +7,12 @@ import pickle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchvision import models as torchvision_models
 
-from models.model import Model
 from models.resnet import ARCHITECTURES, resnet
-
-
-def initialized(model: Model, dtype: torch.dtype) -> list[nn.Module]:
-    with torch.device("meta"):
-        modules = [layer.build() for layer in model.layers]
-    generator = torch.Generator().manual_seed(0)
-    for layer, module in zip(model.layers, modules, strict=True):
-        module.to_empty(device="cpu")
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            model.initialize(layer.prefix + name, tensor, generator)
-        module.to(dtype)
-    return modules
-
-
-def whole_state(model: Model, modules: list[nn.Module]) -> dict[str, Tensor]:
-    pairs = zip(model.layers, modules, strict=True)
-    return {layer.prefix + name: tensor for layer, module in pairs for name, tensor in module.state_dict().items()}
+from tests.models.whole import initialized, whole_state
 
 
 @pytest.mark.parametrize("depth", [18, 50])

@@ -96,23 +96,15 @@ def test_a_step_is_on_disk_as_soon_as_it_is_recorded(tmp_path: Path) -> None:
     assert rows(recorder)[0]["seconds"] >= 0
 
 
-def test_a_validation_that_comes_first_joins_the_line_of_its_step(tmp_path: Path) -> None:
+def test_a_validation_has_a_line_of_its_own(tmp_path: Path) -> None:
     recorder = started(tmp_path)
-    recorder(step(1))
-    recorder(ValidationMetrics(2, 2.5))
-    recorder(step(2))
-    assert [row.get("validation_loss") for row in rows(recorder)] == [None, 2.5]
-
-
-def test_a_validation_without_a_step_to_join_gets_its_own_line(tmp_path: Path) -> None:
-    recorder = started(tmp_path)
-    recorder(ValidationMetrics(0, 5.5))
     recorder(step(1))
     recorder(ValidationMetrics(1, 4.0))
     recorder(ValidationMetrics(2, 3.5))
-    recorder.finish("failed", "lost")
     pairs = [(row["step"], row.get("loss"), row.get("validation_loss")) for row in rows(recorder)]
-    assert pairs == [(0, None, 5.5), (1, 3.0, None), (1, None, 4.0), (2, None, 3.5)]
+    assert pairs == [(1, 3.0, None), (1, None, 4.0), (2, None, 3.5)]
+    assert rows(recorder)[1].keys() == {"step", "validation_loss", "seconds"}
+    assert recorder.finish("failed", "lost")["validation_loss"] == 3.5
 
 
 def test_nan_and_infinity_become_null(tmp_path: Path) -> None:

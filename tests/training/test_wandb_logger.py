@@ -52,9 +52,9 @@ def job(schedule, status, mode="auto", **options):
     (recorder.directory / "start_seconds").write_text(str(time.monotonic() - before))
     (recorder.directory / "train.log").write_text("what was logged")
     for step in range(1, 5):
+        recorder(StepMetrics(step, 4.0 / step, 1.5, 1e-3 * step, 0.5, 64.0, 8192.0, 0.25))
         if step == 2:
             recorder(ValidationMetrics(step, 2.5))
-        recorder(StepMetrics(step, 4.0 / step, 1.5, 1e-3 * step, 0.5, 64.0, 8192.0, 0.25))
     if status == "finished":
         ranks = tuple(RankReport(rank, (rank,), 500, 100 + rank, 1000 + rank) for rank in range(2))
         recorder(Finished(1.0, 2.0, 64.0, 0.5, 0.25, "measured", ranks, events, 2.0))
@@ -193,7 +193,8 @@ def test_an_unreachable_server_falls_back_to_an_offline_run_in_time(tmp_path: Pa
     (run,) = ran.runs("1f1b-failed")  # and nothing of the run that could not start
     assert run.name.startswith("offline-run-")
     (line,) = ran.output.splitlines()
-    assert line.startswith("WARNING W&B: no connection (")
+    assert line.startswith("WARNING W&B: no connection (Timed out")
+    assert "://" not in line
     assert line.endswith(f"), so an offline run in 1f1b-failed/wandb/{run.name} (wandb sync uploads it)")
     assert ran.history("1f1b-failed", "loss")[4] == 1.0
     assert ran.summary("1f1b-failed")["exit_code"] == 1
@@ -252,6 +253,23 @@ def test_errors_during_the_run_are_one_warning(caplog: pytest.LogCaptureFixture)
     logger.finish({}, None, failed=True)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["W&B: Connection lost; training goes on, metrics.jsonl has every metric"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "ValueError"),
+        ("Connection lost: broken pipe\nand much more", "Connection lost: broken pipe"),
+        (
+            'Timed out: Post "https://api.wandb.ai/graphql": dial tcp: lookup api.wandb.ai on 10.0.0.1: no such host',
+            "Timed out ... no such host",
+        ),
+        ("x" * 200, "x" * 76 + " ..."),
+        (f"timed out: {'x' * 200}", f"timed out ... {'x' * 62} ..."),
+    ],
+)
+def test_reasons_are_one_short_line(text: str, reason: str) -> None:
+    assert wandb_logger._reason(ValueError(text)) == reason
 
 
 @pytest.mark.parametrize(

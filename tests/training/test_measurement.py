@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeline.schedule.library import one_f_one_b
+from pipeline.schedule.simulate import Event
+from pipeline.training.measurement import Measurement
+from tests.engine.samples import linears, small_gpt
+from tests.training.harness import prepare, settings_to_train, text_data, train, vector_data
+
+
+def test_what_the_end_reports():
+    run = train(settings_to_train("1f1b", 2, 4, 8, 4), small_gpt(), text_data(8))
+    finished = run.finished
+    assert finished.train_loss == run.losses[-1]
+    assert finished.bubble_source == "replayed"
+    assert [report.rank for report in finished.ranks] == [0, 1]
+    assert [report.stages for report in finished.ranks] == [(0,), (1,)]
+    assert [report.parameters for report in finished.ranks] == [
+        sum(p.numel() for p in rank.parameters.values()) for rank in run.ranks
+    ]
+    assert all(report.peak_memory_bytes is None for report in finished.ranks), "the ranks share a memory"
+    assert min(event.start for row in finished.events for event in row) == 0
+    for row, program in zip(finished.events, run.trainer.plan.program.compute_only().rows, strict=True):
+        assert [event.action for event in row] == list(program)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_activation_peaks_follow_what_is_in_flight(steps):
+    peaks = {
+        schedule: [
+            report.peak_activation_bytes
+            for report in train(settings_to_train(schedule, 2, 4, 8, steps), linears(4), vector_data(8)).finished.ranks
+        ]
+        for schedule in ("gpipe", "1f1b")
+    }
+    # two Linears on two samples of four float32: input, middle, output; four against two in flight
+    assert peaks["gpipe"][0] == 4 * 3 * 32
+    assert peaks["1f1b"][0] == 2 * 3 * 32
+    # input, middle, log-probabilities and a weight; the targets are views of the one batch, which counts once
+    assert peaks["gpipe"][1] == 4 * (3 * 32 + 4) + 8 * 8
+    assert peaks["1f1b"][1] == 3 * 32 + 4 + 8 * 8
+
+
+def test_only_the_first_step_is_measured():
+    run = train(settings_to_train("1f1b", 2, 2, 4, 3), linears(2), vector_data(4))
+    assert all(rank.trainer.meter is None for rank in run.ranks)
+
+
+def measured_alone(*steps):
+    """What a run of one rank ends with, each step given as its duration and its events' times (start, end)."""
+    trainer = prepare(settings_to_train("1f1b", 1, 1, 4, 1), linears(2), vector_data(4)).trainer
+    measurement = Measurement(trainer.plan, trainer.ranks, trainer._group, batch_size=4, shared_memory=False)
+    bubbles = []
+    for seconds, times in steps:
+        row = zip(one_f_one_b(1, 1).rows[0], times, strict=True)
+        measurement.record(seconds, [tuple(Event(0, action, start, end) for action, (start, end) in row)])
+        bubbles.append(measurement.bubble())
+    return measurement.finish(1.5, None, 9.0), bubbles
+
+
+def test_the_end_tells_of_the_median_step():
+    short = (3.0, [(10.0, 11.0), (11.0, 12.0)])
+    middle = (1.0, [(20.0, 21.0), (22.0, 24.0)])
+    long = (2.0, [(30.0, 31.0), (39.0, 40.0)])
+    finished, bubbles = measured_alone(long, short, middle)
+    assert bubbles == pytest.approx([0.8, 0.0, 0.25])
+    assert [(event.start, event.end) for event in finished.events[0]] == [(0.0, 1.0), (2.0, 4.0)]
+    assert (finished.step_seconds, finished.samples_per_second) == (2.0, 2.0)
+    assert finished.bubble_measured == pytest.approx(0.25)
+    assert (finished.train_loss, finished.validation_loss, finished.seconds) == (1.5, None, 9.0)
+
+
+def test_a_rank_alone_in_its_process_is_measured_as_it_is():
+    finished, _ = measured_alone((1.0, [(0.0, 1.0), (1.0, 2.0)]))
+    assert finished.bubble_source == "measured"
+    assert finished.ranks[0].peak_memory_bytes > 0
