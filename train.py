@@ -54,12 +54,16 @@ def prepare(config: schema.Config) -> Job:
     from pipeline.engine.boundary import TensorSpec
     from pipeline.training.devices import choose_devices, warn_of_slow_choices
     from pipeline.training.job import Job, check_launch
+    from pipeline.training.measured_costs import measure
     from pipeline.training.plan import make_plan
+    from pipeline.training.schedule_choice import write_schedule
 
     check_launch(config)
     build_model, build_data = config.builders()
     model, data, devices = build_model(), build_data(), choose_devices(config)
-    plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0))
+    measured = config.costs.source == "profile"
+    costs = measure(config, model, data, devices, write_schedule(config).stages)[0] if measured else None
+    plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0), costs)
     plan.check_targets(data.classes)
     if schema.is_recording_rank():
         warn_of_slow_choices(config, devices)

@@ -108,3 +108,9 @@ def test_what_can_not_be_is_one_line(tmp_path: Path, arguments: list[str], line:
     assert ran.status == 2
     assert len(ran.errors) == 1
     assert line in ran.errors[0]
+
+
+def test_zb_auto_trains_on_an_order_searched_for_the_measured_costs(tmp_path: Path):
+    ran = train(tmp_path, "schedule=zb_auto", "costs.source=profile", "logger=none", "launch=in_process")
+    assert ran.status == 0, ran.err
+    assert ran.summary["schedule"] == "zb_auto"

@@ -76,6 +76,11 @@ def check_launch(settings: Settings) -> None:
     if not rendezvous.is_launched():
         return
     started = rendezvous.world_size()
+    if settings.costs.source == "profile":
+        raise ValueError(
+            "costs.source=profile under a launcher: every process would measure other costs. Plan first (task=plan "
+            "leaves schedule.txt), then train with schedule=file schedule.path=schedule.txt"
+        )
     if settings.launch == "in_process":
         raise ValueError(f"launch=in_process under a launcher that started {started} processes: use plain python")
     if started != settings.pp:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline import partition
 from pipeline.engine.boundary import TensorSpec, boundaries
 from pipeline.engine.model import Model
+from pipeline.schedule.costs import Costs
 from pipeline.schedule.library import forward_only
 from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Schedule
@@ -101,7 +102,9 @@ class Plan:
         return [name for index in self.layers_of(stage) for name in self.layers[index].parameters]
 
 
-def make_plan(settings: Settings, model: Model, inputs: TensorSpec, device: torch.device) -> Plan:
+def make_plan(
+    settings: Settings, model: Model, inputs: TensorSpec, device: torch.device, costs: Costs | None = None
+) -> Plan:
     """Decide and check everything that needs no process.
 
     Args:
@@ -109,11 +112,12 @@ def make_plan(settings: Settings, model: Model, inputs: TensorSpec, device: torc
         model: nothing of it is given memory.
         inputs: one whole batch of the model's input.
         device: its type decides autocast's rules.
+        costs: measured ones, for a schedule that is searched for its costs; None: the stated ones.
 
     Raises:
         ValueError: the schedule, the cut or the batch can't be, with the values and the cure.
     """
-    schedule = write_schedule(settings)
+    schedule = write_schedule(settings, costs)
     validate(schedule)
     layers = layer_sizes(model)
     counts = cut(settings, layers, schedule.stages)

@@ -16,6 +16,7 @@ from pipeline.training.job import Job, check_launch, train
 from pipeline.training.launch import RankFailure
 from pipeline.training.messages import Finished, StepMetrics, ValidationMetrics
 from pipeline.training.plan import make_plan
+from pipeline.training.settings import CostsSettings
 from tests.engine.distributed_targets import BreaksOnRank1
 from tests.engine.harness import CPU
 from tests.engine.samples import Explodes, chain
@@ -149,6 +150,8 @@ def test_an_outer_launcher_must_start_pp_ranks(torchrun):
         ValueError, match="launch=in_process under a launcher that started 4 processes: use plain python"
     ):
         check_launch(settings_to_train("1f1b", 4, 4, 4, 1, launch="in_process"))
+    with pytest.raises(ValueError, match=r"costs\.source=profile under a launcher: every process would measure other"):
+        check_launch(settings_to_train("1f1b", 4, 4, 4, 1, costs=CostsSettings(source="profile")))
 
 
 def test_without_a_launcher_any_pp_will_do(monkeypatch):
