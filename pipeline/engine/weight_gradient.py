@@ -66,7 +66,8 @@ class Deferral:
 def split_weight_gradients(root: nn.Module, deferral: Deferral) -> None:
     """Make every plain module in `root` leave its weight gradient to `deferral.store` whenever there is one.
 
-    Only exact types are split, not subclasses, whose forward may differ. Without a store the module's own forward runs.
+    Only exact types are split, not subclasses, whose forward may differ; normalizations run their own forward, so they
+    may be subclasses. Without a store every module's own forward runs.
     """
     for module in root.modules():
         split = _split_forward(module)
@@ -149,7 +150,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2)
+        flat, rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (gradient, inputs))  # a lone vector is a row
         ctx.store.defer(partial(_add_linear, ctx.module, rows, flat), rows, flat)
         return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None, None, None
 
@@ -163,6 +164,8 @@ def _add_linear(module: nn.Linear, rows: Tensor, gradient: Tensor) -> None:
 def _conv2d(
     module: nn.Conv2d, inputs: Tensor, store: WeightGradients, deferral: Deferral, own: Callable[..., Tensor]
 ) -> Tensor:
+    if inputs.dim() != 4:  # a lone image, which convolution_backward doesn't take
+        return own(inputs)
     inputs, dtype = _autocast(inputs, module.weight)
     bias = None if module.bias is None else deferral.cast(module.bias, dtype)
     output: Tensor = _Conv2d.apply(inputs, module.weight, deferral.cast(module.weight, dtype), bias, module, store)

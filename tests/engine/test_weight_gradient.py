@@ -71,6 +71,8 @@ def tokens() -> Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(6, 5), vectors),
+    "linear on a lone vector": (lambda: nn.Linear(6, 5), lambda: torch.randn(6, dtype=torch.float64)),
+    "conv on a lone image": (lambda: nn.Conv2d(4, 6, 3), lambda: torch.randn(4, 9, 9, dtype=torch.float64)),
     "linear without bias": (lambda: nn.Linear(6, 5, bias=False), vectors),
     "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2)), vectors),
     "layer norm without parameters": (lambda: nn.LayerNorm(6, elementwise_affine=False), vectors),
