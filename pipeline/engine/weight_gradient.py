@@ -110,13 +110,16 @@ def _forward(
     return split(module, inputs[0], store, deferral, own)
 
 
-def _autocast(inputs: Tensor, weight: Tensor) -> tuple[Tensor, torch.dtype]:
-    """The input as autocast wants it for a matrix product, and the dtype of the weight beside it."""
-    kind = inputs.device.type
+def _operands(
+    module: nn.Linear | nn.Conv2d, inputs: Tensor, deferral: Deferral
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input, weight and bias in the dtype that autocast wants for a matrix product; the last two without a graph."""
+    kind, dtype = inputs.device.type, module.weight.dtype
     if torch.is_autocast_enabled(kind) and inputs.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-        return inputs.to(dtype), dtype
-    return inputs, weight.dtype
+        inputs = inputs.to(dtype)
+    bias = None if module.bias is None else deferral.cast(module.bias, dtype)
+    return inputs, deferral.cast(module.weight, dtype), bias
 
 
 # Linear, Conv2d, Embedding: the product is W's
@@ -125,9 +128,8 @@ def _autocast(inputs: Tensor, weight: Tensor) -> tuple[Tensor, torch.dtype]:
 def _linear(
     module: nn.Linear, inputs: Tensor, store: WeightGradients, deferral: Deferral, own: Callable[..., Tensor]
 ) -> Tensor:
-    inputs, dtype = _autocast(inputs, module.weight)
-    bias = None if module.bias is None else deferral.cast(module.bias, dtype)
-    output: Tensor = _Linear.apply(inputs, module.weight, deferral.cast(module.weight, dtype), bias, module, store)
+    inputs, weight, bias = _operands(module, inputs, deferral)
+    output: Tensor = _Linear.apply(inputs, module.weight, weight, bias, module, store)
     return output
 
 
@@ -166,9 +168,8 @@ def _conv2d(
 ) -> Tensor:
     if inputs.dim() != 4:  # a lone image, which convolution_backward doesn't take
         return own(inputs)
-    inputs, dtype = _autocast(inputs, module.weight)
-    bias = None if module.bias is None else deferral.cast(module.bias, dtype)
-    output: Tensor = _Conv2d.apply(inputs, module.weight, deferral.cast(module.weight, dtype), bias, module, store)
+    inputs, weight, bias = _operands(module, inputs, deferral)
+    output: Tensor = _Conv2d.apply(inputs, module.weight, weight, bias, module, store)
     return output
 
 
