@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeline.engine.activations import ActivationMeter, Held
 from pipeline.engine.boundary import TensorSpec
@@ -46,7 +47,8 @@ class Pass:
     """What one microbatch leaves in one stage between its forward and the end of its backward."""
 
     inputs: Tensor
-    output: Tensor | None = None
+    root: GradientEdge | None = None
+    """Where the backward starts: the output's place in the graph, without its data. None: nothing to train up to here."""
     weights: WeightGradients | None = None
     held: list[Held] = field(default_factory=list)
 
@@ -180,28 +182,26 @@ class Executor:
         with self._watch(not recomputed), graph_kept(not recomputed):
             output = self._stage_forward(state, action, passed.inputs, passed.weights)
         if not recomputed:
-            passed.output = output
-        self._hand_on(state, action, output.detach(), None if recomputed else passed)
+            passed.root = _root(output)
+        self._hand_on(state, action, output.detach())
 
     def _evaluate(self, state: StepState, action: Action) -> None:
         with graph_kept(False):
             output = self._stage_forward(state, action, self._take_inputs(state, action), None)
-        self._hand_on(state, action, output, None)
+        self._hand_on(state, action, output)
 
     def _recompute(self, state: StepState, action: Action) -> None:
         passed = state.passes[action.stage, action.microbatch]
         passed.weights = self._deferred(action)
         with self.stages[action.stage].recomputing(), self._watch(True), torch.enable_grad():
-            passed.output = self._stage_forward(state, action, passed.inputs, passed.weights)
-        self._hold(passed, passed.output)
+            passed.root = _root(self._stage_forward(state, action, passed.inputs, passed.weights))
 
     def _backward(self, state: StepState, action: Action) -> None:
         """B, and I: the same pass, for I has left the weights' gradients of plain modules to W."""
         passed = state.passes.pop((action.stage, action.microbatch))
-        assert passed.output is not None, "validated: F or R comes before B and I"
-        gradient = self._take_gradient(state, action, passed.output)
-        if passed.output.requires_grad:  # nothing to train up to here otherwise
-            torch.autograd.backward(passed.output, gradient)
+        gradient = self._take_gradient(state, action)
+        if passed.root is not None:
+            torch.autograd.backward(passed.root, gradient)
         self._hand_back(state, action, passed.inputs.grad, passed.inputs)
         if passed.weights is not None:
             state.weights[action.stage, action.microbatch] = passed.weights
@@ -244,18 +244,16 @@ class Executor:
         inputs = state.handover.pop(_needed(action))
         return inputs if self.schedule.forward_only else inputs.requires_grad_(inputs.is_floating_point())
 
-    def _hand_on(self, state: StepState, action: Action, output: Tensor, passed: Pass | None) -> None:
+    def _hand_on(self, state: StepState, action: Action, output: Tensor) -> None:
         if self.stages[action.stage].loss is not None:
             state.losses[action.microbatch] = output
             return
         self._check(output, self._spec(state, action.stage + 1, action.microbatch), action)
-        if passed is not None:
-            self._hold(passed, output)
         state.handover[message(Action(action.stage, ActionType.SEND_F, action.microbatch))] = output
 
-    def _take_gradient(self, state: StepState, action: Action, output: Tensor) -> Tensor:
+    def _take_gradient(self, state: StepState, action: Action) -> Tensor:
         if self.stages[action.stage].loss is not None:
-            return output.new_full((), state.batch.loss_scale)
+            return state.losses[action.microbatch].new_full((), state.batch.loss_scale)
         return state.handover.pop(_needed(action))
 
     def _hand_back(self, state: StepState, action: Action, gradient: Tensor | None, inputs: Tensor) -> None:
@@ -316,6 +314,10 @@ class Executor:
 
 
 _CONSUMERS = frozenset({ActionType.F, ActionType.B, ActionType.I})
+
+
+def _root(output: Tensor) -> GradientEdge | None:
+    return get_gradient_edge(output) if output.requires_grad else None
 
 
 def _needed(action: Action) -> Hashable:
