@@ -139,9 +139,7 @@ def _train_here(job: Job, report: Report) -> None:
         torch.cuda.set_device(device)
     rendezvous.join(settings.timeout)
     try:
-        used = channels([job.plan.program, job.plan.evaluation])
-        groups = open_channels(used, number, job.devices.backend, settings.timeout)
-        transport = DistributedTransport(groups, device, job.devices.backend, settings.timeout)
+        transport = open_transport(job.plan, number, device, job.devices.backend, settings.timeout)
         group = DistributedGroup(
             number,
             settings.pp,
@@ -152,6 +150,18 @@ def _train_here(job: Job, report: Report) -> None:
         _train_ranks(job, [number], device, transport, group, report)
     finally:
         rendezvous.leave()
+
+
+def open_transport(plan: Plan, rank: int, device: torch.device, backend: str, timeout: float) -> Transport:
+    """One rank's end of every channel of the plan's programs; every rank must call this with the same plan.
+
+    Args:
+        device: where messages are wanted.
+        backend: "nccl" or "gloo".
+        timeout: seconds that a message may take.
+    """
+    groups = open_channels(channels([plan.program, plan.evaluation]), rank, backend, timeout)
+    return DistributedTransport(groups, device, backend, timeout)
 
 
 def _train_in_process(job: Job, report: Report) -> None:
