@@ -48,7 +48,7 @@ class Pass:
 
     inputs: Tensor
     root: GradientEdge | None = None
-    """Where the backward starts: the output's place in the graph, without its data. None: nothing to train up to here."""
+    """Where the backward starts: the output's place in the graph, without its data. None: nothing to train here."""
     weights: WeightGradients | None = None
     held: list[Held] = field(default_factory=list)
 
