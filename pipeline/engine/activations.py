@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 
 class ActivationMeter:
@@ -17,10 +17,15 @@ class ActivationMeter:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._excluded = {_storage(parameter) for parameter in parameters}
+        self._excluded: dict[int, UntypedStorage] = {}
+        self.exclude(parameters)
         self._holders: dict[int, int] = {}
         self._bytes = 0
         self.peak_bytes = 0
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Never count the storages of `tensors`; they live as long as the meter, so that no other gets their address."""
+        self._excluded |= {_storage(tensor): tensor.untyped_storage() for tensor in tensors}
 
     def hold(self, tensor: Tensor) -> Held:
         """Count `tensor`'s storage until the returned object is dropped."""

@@ -59,7 +59,6 @@ class StepState:
 
     batch: Microbatches
     trace: Trace
-    inputs: dict[int, Tensor]
     passes: dict[tuple[int, int], Pass] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
     handover: dict[Hashable, Tensor] = field(default_factory=dict)
@@ -140,8 +139,10 @@ class Executor:
             return (yield from self._program(batch))
 
     def _program(self, batch: Microbatches) -> Generator[Action, None, StepResult]:
-        state = StepState(batch, Trace(self.rank, clock_for(self._device)), self._split_inputs(batch))
+        state = StepState(batch, Trace(self.rank, clock_for(self._device)))
         self._set_mode()
+        if self.meter is not None:  # the batch is there all step, as parameters are
+            self.meter.exclude([*(batch.inputs or ()), *(batch.targets or ())])
         for position, action in enumerate(self._row):
             self.position = position
             awaited = self._awaited(action, state)
@@ -240,7 +241,8 @@ class Executor:
 
     def _take_inputs(self, state: StepState, action: Action) -> Tensor:
         if self.stages[action.stage].first:
-            return state.inputs.pop(action.microbatch)
+            assert state.batch.inputs is not None, "the first stage's rank loads the inputs"
+            return self._load(state.batch.inputs[action.microbatch])
         inputs = state.handover.pop(_needed(action))
         return inputs if self.schedule.forward_only else inputs.requires_grad_(inputs.is_floating_point())
 
@@ -287,15 +289,9 @@ class Executor:
         if found != expected:
             raise TypeError(f"stage {action.stage} made {found} for its neighbor, which expects {expected}")
 
-    def _split_inputs(self, batch: Microbatches) -> dict[int, Tensor]:
-        if 0 not in self.stages or batch.inputs is None:
-            return {}
-        dtype = self.stages[0].placement.dtype
-        return {
-            # a copy of its own for each, so that a microbatch's input is freed with the microbatch
-            index: tensor.to(self._device, dtype if tensor.is_floating_point() else None, copy=True)
-            for index, tensor in enumerate(batch.inputs)
-        }
+    def _load(self, inputs: Tensor) -> Tensor:
+        """A microbatch of the batch where and as the first stage computes; a view where nothing is to be converted."""
+        return inputs.to(self._device, self.stages[0].placement.dtype if inputs.is_floating_point() else None)
 
     def _set_mode(self) -> None:
         for stage in self.stages.values():

@@ -184,7 +184,7 @@ def test_the_loss_is_summed_in_microbatch_order():
 
 def test_the_sum_of_losses_is_in_microbatch_order():
     big = 2.0**24
-    state = StepState(Microbatches(0, (1, 1, 1), None, None, 1.0), Trace(0, HostClock()), {})
+    state = StepState(Microbatches(0, (1, 1, 1), None, None, 1.0), Trace(0, HostClock()))
     state.losses.update({2: torch.tensor(-big), 0: torch.tensor(big), 1: torch.tensor(1.0)})
     in_order, as_they_came = torch.tensor([big, 1.0, -big]).sum(), torch.tensor([-big, big, 1.0]).sum()
     assert in_order != as_they_came
@@ -336,7 +336,7 @@ def test_gradients_add_up_over_steps_until_they_are_dropped():
 
 
 def test_the_callers_batch_is_left_alone():
-    """A model's first layer may be anything: it works on a copy."""
+    """The first stage works on views of it (`boundaries` refuses a layer that would overwrite its input)."""
     model, (inputs, targets) = linears(2), vectors(4)
     before = inputs.clone()
     plan = plan_for(settings_for("1f1b", 2, 2, 4), model, inputs, torch.float32)
@@ -344,6 +344,43 @@ def test_the_callers_batch_is_left_alone():
     assert torch.equal(inputs, before)
     assert inputs.grad is None
     assert not inputs.requires_grad
+
+
+class Remembers(nn.Linear):
+    """Knows which memory its inputs came in, and how many of them lived when the last one came."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.inputs = []
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            self.inputs.append(weakref.ref(x.untyped_storage()))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_are_loaded_by_their_forward(dtype):
+    """Views of the batch; where they are converted, no more copies than microbatches are in flight."""
+    model, (inputs, targets) = chain([Remembers, *[LINEAR] * 3]), vectors(8)
+    plan = plan_for(settings_for("1f1b", 2, 8, 8), model, inputs, dtype)
+    ranks = build_ranks(plan, model, dtype=dtype)
+    most, program = 0, ranks[0].trainer._handlers[ActionType.F]
+    layer = ranks[0].stages[0].modules[0]
+
+    def counted(state, action):
+        nonlocal most
+        program(state, action)
+        most = max(most, sum(storage() is not None for storage in layer.inputs))
+
+    ranks[0].trainer._handlers[ActionType.F] = counted
+    step(ranks, microbatches_of(plan, model, inputs, targets))
+    shared = {storage()._cdata for storage in layer.inputs if storage() is not None}
+    assert len(layer.inputs) == 8
+    if dtype == inputs.dtype:
+        assert shared == {inputs.untyped_storage()._cdata}
+    else:
+        assert (most, shared) == (2, set())
 
 
 def test_a_batch_knows_its_number_of_microbatches():
