@@ -24,7 +24,7 @@ class ActivationMeter:
         self.peak_bytes = 0
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Never count the storages of `tensors`; they live as long as the meter, so that no other gets their address."""
+        """Never count the storages of `tensors`, which live as long as the meter: no other gets their address."""
         self._excluded |= {_storage(tensor): tensor.untyped_storage() for tensor in tensors}
 
     def hold(self, tensor: Tensor) -> Held:

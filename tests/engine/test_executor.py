@@ -346,7 +346,7 @@ def test_the_callers_batch_is_left_alone():
     assert not inputs.requires_grad
 
 
-class Remembers(nn.Linear):
+class RemembersMemory(nn.Linear):
     """Knows which memory its inputs came in, and how many of them lived when the last one came."""
 
     def __init__(self):
@@ -362,7 +362,7 @@ class Remembers(nn.Linear):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_inputs_are_loaded_by_their_forward(dtype):
     """Views of the batch; where they are converted, no more copies than microbatches are in flight."""
-    model, (inputs, targets) = chain([Remembers, *[LINEAR] * 3]), vectors(8)
+    model, (inputs, targets) = chain([RemembersMemory, *[LINEAR] * 3]), vectors(8)
     plan = plan_for(settings_for("1f1b", 2, 8, 8), model, inputs, dtype)
     ranks = build_ranks(plan, model, dtype=dtype)
     most, program = 0, ranks[0].trainer._handlers[ActionType.F]
