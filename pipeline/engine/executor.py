@@ -14,7 +14,7 @@ from pipeline.engine.activations import ActivationMeter, Held
 from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.casts import casts_kept_for_a_step, graph_kept
 from pipeline.engine.stage import Stage
-from pipeline.engine.trace import Trace, clock_for
+from pipeline.engine.trace import Clock, NoTrace, Trace, clock_for
 from pipeline.engine.transport import Receive, Transport
 from pipeline.engine.weight_gradient import WeightGradients
 from pipeline.schedule.actions import Action, ActionType
@@ -77,7 +77,12 @@ class StepResult:
     """What a rank knows of a finished step."""
 
     loss: Tensor | None
-    events: tuple[Event, ...]
+    trace: Trace
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The compute actions' spans; waits for a GPU that is still at them."""
+        return self.trace.events()
 
 
 class Executor:
@@ -124,6 +129,7 @@ class Executor:
             ActionType.RECV_B: self._post_receive,
         }
         self.meter: ActivationMeter | None = None
+        self.clock: Clock | None = clock_for(self._device)  # None: nothing is traced
         self.position = 0
         self.completed = 0
 
@@ -139,7 +145,8 @@ class Executor:
             return (yield from self._program(batch))
 
     def _program(self, batch: Microbatches) -> Generator[Action, None, StepResult]:
-        state = StepState(batch, Trace(self.rank, clock_for(self._device)))
+        trace = NoTrace() if self.clock is None else Trace(self.rank, self.clock)
+        state = StepState(batch, trace)
         self._set_mode()
         if self.meter is not None:  # the batch is there all step, as parameters are
             self.meter.exclude([*(batch.inputs or ()), *(batch.targets or ())])
@@ -154,7 +161,7 @@ class Executor:
                 raise ActionError(self._describe(action, batch.step + 1, error)) from error
             self.completed += 1
         self._transport.finish_step()
-        return StepResult(state.loss(), state.trace.events())
+        return StepResult(state.loss(), state.trace)
 
     def _run(self, action: Action, state: StepState, awaited: Mapping[Hashable, Receive]) -> None:
         if not action.type.is_compute:

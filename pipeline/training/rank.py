@@ -35,6 +35,7 @@ class Rank:
         _tie(self.stages, plan.tied)
         self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport)
         self.evaluator = Executor(rank, plan.evaluation, self.stages, plan.boundaries, transport)
+        self.evaluator.clock = None  # what a validation's actions take is nobody's question
         self.parameters = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
         self.optimizer = build_optimizer(optimizer, self._unique)
