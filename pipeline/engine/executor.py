@@ -14,6 +14,7 @@ from pipeline.engine.activations import ActivationMeter, Held
 from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.casts import casts_kept_for_a_step, graph_kept
 from pipeline.engine.stage import Stage
+from pipeline.engine.standing import Activity, Board, Marker
 from pipeline.engine.trace import Clock, NoTrace, Trace, clock_for
 from pipeline.engine.transport import Receive, Transport
 from pipeline.engine.weight_gradient import WeightGradients
@@ -94,6 +95,7 @@ class Executor:
         stages: the rank's stages by index.
         boundaries: for each microbatch size what every stage receives (`pipeline.engine.boundary.boundaries`).
         transport: moves messages; the other ranks' executors must use its other ends.
+        marker: moved with every action, so that others can see where this rank stands.
     """
 
     def __init__(
@@ -103,12 +105,14 @@ class Executor:
         stages: Mapping[int, Stage],
         boundaries: Mapping[int, Sequence[TensorSpec]],
         transport: Transport,
+        marker: Marker | None = None,
     ) -> None:
         self.rank = rank
         self.schedule = schedule
         self.stages = stages
         self._boundaries = boundaries
         self._transport = transport
+        self._marker = marker or Board.in_memory(1).marker(0)
         self._row = schedule.rows[rank]
         self._device = next(iter(stages.values())).placement.device
         self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
@@ -150,9 +154,11 @@ class Executor:
         self._set_mode()
         if self.meter is not None:  # the batch is there all step, as parameters are
             self.meter.exclude([*(batch.inputs or ()), *(batch.targets or ())])
+        self._marker.begin(Activity.EVALUATING if self.schedule.forward_only else Activity.TRAINING, batch.step)
         for position, action in enumerate(self._row):
             self.position = position
             awaited = self._awaited(action, state)
+            self._marker.move(position, waiting=bool(awaited))
             while not all(receive.arrived() for receive in awaited.values()):
                 yield action
             try:
@@ -160,6 +166,7 @@ class Executor:
             except Exception as error:
                 raise ActionError(self._describe(action, batch.step + 1, error)) from error
             self.completed += 1
+        self._marker.move(len(self._row), waiting=True)
         self._transport.finish_step()
         return StepResult(state.loss(), state.trace)
 
@@ -169,6 +176,8 @@ class Executor:
             return
         for needed, receive in awaited.items():
             state.handover[needed] = receive.wait()
+        if awaited:
+            self._marker.move(self.position)
         start = state.trace.mark()
         self._handlers[action.type](state, action)
         state.trace.add(action, start)

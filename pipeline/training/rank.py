@@ -10,6 +10,7 @@ from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.executor import Executor
 from pipeline.engine.model import Model
 from pipeline.engine.stage import Placement, Stage
+from pipeline.engine.standing import Board, Marker
 from pipeline.engine.transport import Transport
 from pipeline.training.optimizer import build_optimizer, set_learning_rate
 from pipeline.training.plan import Plan
@@ -17,7 +18,7 @@ from pipeline.training.settings import OptimizerSettings
 
 
 class Rank:
-    """What one rank holds. Built with memory for its own layers alone."""
+    """What one rank holds. Built with memory for its own layers alone. Its marker says where it stands."""
 
     def __init__(
         self,
@@ -27,14 +28,16 @@ class Rank:
         placement: Placement,
         transport: Transport,
         optimizer: OptimizerSettings,
+        marker: Marker | None = None,
     ) -> None:
         self.rank = rank
         self.plan = plan
         self.placement = placement
         self.stages = {stage: _stage(stage, plan, model, placement) for stage in plan.schedule.stages_of(rank)}
         _tie(self.stages, plan.tied)
-        self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport)
-        self.evaluator = Executor(rank, plan.evaluation, self.stages, plan.boundaries, transport)
+        self.marker = marker or Board.in_memory(1).marker(0)
+        self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport, self.marker)
+        self.evaluator = Executor(rank, plan.evaluation, self.stages, plan.boundaries, transport, self.marker)
         self.evaluator.clock = None  # what a validation's actions take is nobody's question
         self.parameters = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
