@@ -168,7 +168,9 @@ class SharedBoard(Board):
     def __init__(self, ranks: int, name: str | None = None) -> None:
         # multiprocessing's resource tracker, which a launcher and its ranks share, unlinks what a killed one left
         self._memory = SharedMemory(name, create=name is None, size=_SIZE * ranks)
-        super().__init__(self._memory.buf, ranks)
+        buffer = self._memory.buf
+        assert buffer is not None, "it was opened just now"
+        super().__init__(buffer, ranks)
 
     @property
     def name(self) -> str:
