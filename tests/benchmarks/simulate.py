@@ -8,10 +8,7 @@ to 64 ranks x 1,024 microbatches.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from time import process_time
 from typing import TypeVar
 
@@ -21,6 +18,7 @@ from pipeline.schedule.lowering import lower
 from pipeline.schedule.memory import Footprint
 from pipeline.schedule.simulate import simulate
 from pipeline.schedule.validate import validate
+from tests.benchmarks.table import Row, parser, publish
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv")
 SIZES = ((8, 64), (16, 256), (64, 256), (64, 1024))
@@ -28,7 +26,6 @@ QUICK = ((8, 32), (8, 128), (8, 512))
 COSTS = Costs(transfer=0.1)
 FOOTPRINT = Footprint(activation=1.0, boundary=0.1)
 
-Row = dict[str, str | int | float]
 Result = TypeVar("Result")
 
 
@@ -56,26 +53,12 @@ def measure(name: str, pp: int, microbatches: int) -> Row:
     return row
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows, one a line, numbers to the right."""
-    cells = [list(rows[0])] + [
-        [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Measure, print, and write to the file asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, a few seconds")
-    parser.add_argument("--json", type=Path, help="write the rows to this file as well")
-    options = parser.parse_args(arguments)
+    options = parser(__doc__, quick="small sizes, a few seconds").parse_args(arguments)
     sizes = QUICK if options.quick else SIZES
     rows = [measure(name, pp, microbatches) for name in SCHEDULES for pp, microbatches in sizes]
-    print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    publish(rows, options.json)
     return rows
 
 

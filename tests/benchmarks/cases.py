@@ -1,0 +1,125 @@
+"""What the engines are compared on: models with a batch each, and torch's class for each schedule of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from models.gpt import gpt
+from models.model import Model
+from pipeline import partition
+from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.profile import profile_stages
+from pipeline.schedule.library import options_of
+from pipeline.training.plan import Plan, make_plan, microbatch_sizes
+from pipeline.training.settings import PartitionSettings, ScheduleSettings, Settings
+from tests.engine.harness import placement
+
+CPU = torch.device("cpu")
+VOCABULARY = 256
+CLASSES = 10
+
+TORCH_CLASSES: Mapping[str, type] = {
+    "gpipe": torch_schedules.ScheduleGPipe,
+    "1f1b": torch_schedules.Schedule1F1B,
+    "interleaved_1f1b": torch_schedules.ScheduleInterleaved1F1B,
+    "interleaved_zb": torch_schedules.ScheduleInterleavedZeroBubble,
+    "zbv": torch_schedules.ScheduleZBVZeroBubble,
+}
+"""Our name -> the class of torch.distributed.pipelining that runs the same family, with as many stages a rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the batch that one step takes. Picklable; both are built where they are used."""
+
+    name: str
+    build: Callable[[], Model]
+    batch_size: int
+    microbatches: int
+    sample: tuple[int, ...]
+    """The input's shape without the batch: (tokens,) or (3, height, width)."""
+
+    def halved(self) -> Case:
+        """Half the batch in half the microbatches."""
+        return replace(self, batch_size=self.batch_size // 2, microbatches=self.microbatches // 2)
+
+    @property
+    def inputs(self) -> TensorSpec:
+        """A whole batch of the model's input."""
+        return TensorSpec((self.batch_size, *self.sample), torch.int64 if len(self.sample) == 1 else torch.float32)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of the step, always the same."""
+        source = torch.Generator().manual_seed(0)
+        if len(self.sample) == 1:
+            tokens = torch.randint(VOCABULARY, (self.batch_size, self.sample[0] + 1), generator=source)
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        images = torch.randn(self.batch_size, *self.sample, generator=source)
+        return images, torch.randint(CLASSES, (self.batch_size,), generator=source)
+
+
+def _gpt(name: str, layers: int, width: int, heads: int, context: int, batch_size: int, microbatches: int = 8) -> Case:
+    # not tied: what tied weights take comes after the step that is compared
+    build = partial(
+        gpt, layers=layers, width=width, heads=heads, context=context, vocabulary=VOCABULARY, tie_embeddings=False
+    )
+    return Case(name, build, batch_size, microbatches, (context,))
+
+
+def _build_resnet(depth: int) -> Model:
+    from models.resnet import resnet  # not at the top: torchvision takes seconds to import
+
+    return resnet(depth=depth, classes=CLASSES)
+
+
+def _resnet(depth: int, size: int, batch_size: int, microbatches: int = 8) -> Case:
+    return Case(f"resnet{depth}", partial(_build_resnet, depth), batch_size, microbatches, (3, size, size))
+
+
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        _gpt("tiny", layers=4, width=32, heads=2, context=16, batch_size=8),
+        _gpt("small", layers=4, width=128, heads=4, context=128, batch_size=32),
+        _gpt("wide", layers=4, width=768, heads=12, context=128, batch_size=8),
+        _resnet(50, size=32, batch_size=32),
+        _resnet(152, size=32, batch_size=16),
+    )
+}
+
+
+def stages_per_rank(schedule: str) -> int:
+    """Two where the schedule leaves the choice or is a V, else one."""
+    return 2 if schedule == "zbv" or "stages_per_rank" in options_of(schedule) else 1
+
+
+def layer_seconds(case: Case, repeats: int = 3) -> list[float]:
+    """Forward and backward of each layer alone on one microbatch, measured here."""
+    model, (inputs, targets) = case.build(), case.batch()
+    size = microbatch_sizes(case.batch_size, case.microbatches)[0]
+    counts = [1] * len(model.layers)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    profiles = profile_stages(model, counts, placement(torch.float32), inputs[:size], targets[:size], repeats)
+    torch.set_num_threads(before)
+    return [layer.forward + layer.backward for layer in profiles]
+
+
+def plan_of(case: Case, schedule: str, seconds: Sequence[float], pp: int = 2) -> Plan:
+    """The plan of a real run, with the cut whose slowest stage is fastest."""
+    each = stages_per_rank(schedule)
+    settings = Settings(
+        pp=pp,
+        microbatches=case.microbatches,
+        batch_size=case.batch_size,
+        schedule=ScheduleSettings(schedule, each if "stages_per_rank" in options_of(schedule) else 1),
+        partition=PartitionSettings("manual", list(partition.bottleneck(seconds, pp * each))),
+    )
+    settings.check()
+    return make_plan(settings, case.build(), case.inputs, CPU)
