@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeline.engine.activations import ActivationMeter, Held
+from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.casts import casts_kept_for_a_step, graph_kept
+from pipeline.engine.passes import Pass, Run
 from pipeline.engine.stage import Stage
 from pipeline.engine.standing import Activity, Board, Marker
 from pipeline.engine.trace import Clock, NoTrace, Trace, clock_for
@@ -41,17 +41,6 @@ class Microbatches:
 
     def __len__(self) -> int:
         return len(self.sizes)
-
-
-@dataclass
-class Pass:
-    """What one microbatch leaves in one stage between its forward and the end of its backward."""
-
-    inputs: Tensor
-    root: GradientEdge | None = None
-    """Where the backward starts: the output's place in the graph, without its data. None: nothing to train here."""
-    weights: WeightGradients | None = None
-    held: list[Held] = field(default_factory=list)
 
 
 @dataclass
@@ -190,36 +179,31 @@ class Executor:
     # Compute
 
     def _forward(self, state: StepState, action: Action) -> None:
-        recomputed = (action.stage, action.microbatch) in self._recomputed
-        passed = Pass(self._take_inputs(state, action))
-        state.passes[action.stage, action.microbatch] = passed
-        self._hold(passed, passed.inputs)
-        if not recomputed:
-            passed.weights = self._deferred(action)
-        with self._watch(not recomputed), graph_kept(not recomputed):
-            output = self._stage_forward(state, action, passed.inputs, passed.weights)
-        if not recomputed:
-            passed.root = _root(output)
-        self._hand_on(state, action, output.detach())
+        key = action.stage, action.microbatch
+        passed = Pass(
+            self.stages[action.stage],
+            self._take_inputs(state, action),
+            recomputed=key in self._recomputed,
+            weights=self._deferred(action),
+            meter=self.meter,
+        )
+        state.passes[key] = passed
+        self._hand_on(state, action, passed.forward(self._run_of(state, action)))
 
     def _evaluate(self, state: StepState, action: Action) -> None:
+        run = self._run_of(state, action)
         with graph_kept(False):
-            output = self._stage_forward(state, action, self._take_inputs(state, action), None)
+            output = run(self._take_inputs(state, action))
         self._hand_on(state, action, output)
 
     def _recompute(self, state: StepState, action: Action) -> None:
-        passed = state.passes[action.stage, action.microbatch]
-        passed.weights = self._deferred(action)
-        with self.stages[action.stage].recomputing(), self._watch(True), torch.enable_grad():
-            passed.root = _root(self._stage_forward(state, action, passed.inputs, passed.weights))
+        state.passes[action.stage, action.microbatch].recompute(self._run_of(state, action))
 
     def _backward(self, state: StepState, action: Action) -> None:
         """B, and I: the same pass, for I has left the weights' gradients of plain modules to W."""
         passed = state.passes.pop((action.stage, action.microbatch))
-        gradient = self._take_gradient(state, action)
-        if passed.root is not None:
-            torch.autograd.backward(passed.root, gradient)
-        self._hand_back(state, action, passed.inputs.grad, passed.inputs)
+        gradient = passed.backward(self._take_gradient(state, action))
+        self._hand_back(state, action, gradient, passed.inputs)
         if passed.weights is not None:
             state.weights[action.stage, action.microbatch] = passed.weights
 
@@ -242,16 +226,16 @@ class Executor:
             return None
         return WeightGradients(None if self.meter is None else self.meter.hold)
 
-    def _stage_forward(
-        self, state: StepState, action: Action, inputs: Tensor, weights: WeightGradients | None
-    ) -> Tensor:
+    def _run_of(self, state: StepState, action: Action) -> Run:
+        """The stage's forward on the action's microbatch."""
         stage, batch = self.stages[action.stage], state.batch
         targets = None
         if stage.loss is not None:
             assert batch.targets is not None, "the last stage's rank loads the targets"
             targets = batch.targets[action.microbatch].to(self._device)
-        with stage.deferring(weights):
-            return stage.forward(inputs, targets, weight=batch.weight, step=batch.step, microbatch=action.microbatch)
+        return partial(
+            stage.forward, targets=targets, weight=batch.weight, step=batch.step, microbatch=action.microbatch
+        )
 
     # What goes in and out of a pass
 
@@ -313,23 +297,12 @@ class Executor:
         for stage in self.stages.values():
             stage.train(not self.schedule.forward_only)
 
-    def _watch(self, saving: bool) -> AbstractContextManager[object]:
-        return self.meter.watch() if self.meter is not None and saving else nullcontext()
-
-    def _hold(self, passed: Pass, tensor: Tensor) -> None:
-        if self.meter is not None:
-            passed.held.append(self.meter.hold(tensor))
-
     def _describe(self, action: Action, step: int, error: Exception) -> str:
         marked = grid(self.schedule, mark={(self.rank, self.position)}, width=160)
         return f"rank {self.rank} failed in {action} (microbatch {action.microbatch}) of step {step}: {error}\n{marked}"
 
 
 _CONSUMERS = frozenset({ActionType.F, ActionType.B, ActionType.I})
-
-
-def _root(output: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(output) if output.requires_grad else None
 
 
 def _needed(action: Action) -> Hashable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
 
@@ -34,8 +35,22 @@ def _mix(value: int) -> int:
 
 def seed_layer(value: int, device: torch.device) -> None:
     """Seed the default generator that dropout on `device` draws from."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(value)
-    else:
-        torch.default_generator.manual_seed(value)
+    _default_generator(device).manual_seed(value)
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of the default generator of `device`."""
+    return _default_generator(device).get_state()
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Let the default generator of `device` go on from `state`."""
+    _default_generator(device).set_state(state)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    chosen: torch.Generator = torch.cuda.default_generators[index]
+    return chosen

@@ -14,6 +14,7 @@ from pipeline.engine.boundary import Autocast
 from pipeline.engine.materialize import materialize, named_tensors
 from pipeline.engine.model import Layer, Loss, Model
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
+from pipeline.engine.segments import Recomputed, whole
 from pipeline.engine.weight_gradient import Deferral, WeightGradients, split_weight_gradients
 
 
@@ -31,9 +32,19 @@ class Stage:
     """A contiguous run of a model's layers, with memory and starting values on one device.
 
     Holds parameters and buffers only: what a microbatch leaves between its actions belongs to the step that asks.
+    `recomputed` is the part of it that an R computes again.
     """
 
-    def __init__(self, index: int, layers: Sequence[Layer], model: Model, placement: Placement, *, last: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[Layer],
+        model: Model,
+        placement: Placement,
+        *,
+        last: bool,
+        recomputed: Recomputed | None = None,
+    ) -> None:
         self.index = index
         self.first = index == 0
         self.loss: Loss | None = model.loss if last else None
@@ -43,6 +54,8 @@ class Stage:
             materialize(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
             for layer in layers
         )
+        self.whole = whole(len(self.layers))
+        self.segments = (recomputed or Recomputed()).segments(len(self.layers))
         self._deferral: Deferral | None = None
         self._seeds = tuple(name_seed(placement.seed, layer.name) for layer in layers) if model.stochastic else ()
 
@@ -94,7 +107,20 @@ class Stage:
         for module in self.modules:
             module.train(mode)
 
-    def forward(self, inputs: Tensor, targets: Tensor | None, *, weight: float, step: int, microbatch: int) -> Tensor:
+    def trains(self, layers: slice) -> bool:
+        """Whether any parameter of these layers has a gradient."""
+        return any(parameter.requires_grad for module in self.modules[layers] for parameter in module.parameters())
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor | None,
+        *,
+        weight: float,
+        step: int,
+        microbatch: int,
+        layers: slice = slice(None),
+    ) -> Tensor:
         """The stage's output, or on the last stage the microbatch's share of the loss.
 
         Args:
@@ -103,14 +129,17 @@ class Stage:
             weight: the number of samples (tokens) in the whole batch, which the summed loss is divided by here and
                 nowhere else.
             step, microbatch: with the seed and the layer's name they decide every random number.
+            layers: run these alone, from what the one before them gave to the output of their last.
         """
+        positions = range(len(self.modules))[layers]
         with self.placement.autocast():
             value = inputs
-            for position, module in enumerate(self.modules):
+            for position in positions:
+                module = self.modules[position]
                 if self._seeds and module.training:  # an evaluation leaves the generators alone
                     seed_layer(mixed_seed(self._seeds[position], step, microbatch), self.placement.device)
                 value = module(value)
-            if self.loss is None:
+            if self.loss is None or positions[-1] != len(self.modules) - 1:
                 return value
             assert targets is not None, "the last stage's rank loads the targets"
             return self.loss(value, targets) / weight
