@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import queue
-import re
-import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.engine.boundary import TensorSpec
-from pipeline.engine.transport import Receive
+from pipeline.engine.buffers import BufferPool
+from pipeline.engine.outbox import Outbox, Sending
+from pipeline.engine.staging import HostStaging
+from pipeline.engine.transport import PeerError, Receive, reason
 from pipeline.schedule.schedule import Channel, Schedule, channel
-
-
-class PeerError(ConnectionError):
-    """A message did not come: the peer died or is late."""
-
-
-def reason(error: BaseException) -> str:
-    """The first line of what a backend says, without the place in its source that it begins with."""
-    return re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 @contextmanager
@@ -98,47 +90,80 @@ class DistributedTransport:
         device: where messages are wanted.
         backend: "nccl" moves GPU tensors; "gloo" moves CPU tensors and stages those of a GPU through the host.
         timeout: seconds to wait for a message before it counts as lost.
+        pool: what messages to a CPU are received into. A GPU's allocator is such a pool of its own, and knows until
+            when a stream uses what is let go.
     """
 
     def __init__(
-        self, groups: Mapping[Channel, dist.ProcessGroup], device: torch.device, backend: str, timeout: float
+        self,
+        groups: Mapping[Channel, dist.ProcessGroup],
+        device: torch.device,
+        backend: str,
+        timeout: float,
+        pool: BufferPool,
     ) -> None:
         self._groups = groups
         self._device = device
-        self._staged = backend == "gloo" and device.type != "cpu"
+        self._pool = pool
+        self._staging = HostStaging(device) if backend == "gloo" and device.type != "cpu" else None
         # NCCL's `wait` orders the stream and returns; given a time limit it would make the host wait. There the
         # communicator's own limit, which its watchdog keeps, is the only one
         self._limit = timedelta(seconds=timeout) if backend == "gloo" else None
-        self._outbox = _Outbox(blocking_wait=backend == "gloo")
+        self._outbox = Outbox(blocking_wait=backend == "gloo")
 
     def send(self, channel: Channel, message: Hashable, tensor: Tensor) -> None:
         """Start the send and return; the tensor is kept until it is out."""
-        payload = (tensor.cpu() if self._staged else tensor).contiguous()
-        work = dist.isend(payload, channel.destination, group=self._groups[channel])
-        assert work is not None, "this rank is on the channel"
-        self._outbox.add(work, payload, f"{message} to rank {channel.destination}")
+        what = f"{message} to rank {channel.destination}"
+        if self._staging is None:
+            self._outbox.add(self._started(channel, tensor.contiguous()), what)
+        else:
+            payload, there = self._staging.to_host(channel, tensor)
+            self._outbox.add_when(there, lambda: self._started(channel, payload), what)
 
     def receive(self, channel: Channel, message: Hashable, spec: TensorSpec) -> Receive:
         """Post the receive into a buffer of `spec` and return."""
-        buffer = torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if self._staged else self._device)
+        buffer = self._buffer(spec)
         work = dist.irecv(buffer, channel.source, group=self._groups[channel])
         assert work is not None, "this rank is on the channel"
-        return _DistributedReceive(work, buffer, self._device, f"{message} from rank {channel.source}", self._limit)
+        place = None if self._staging is None else partial(self._staging.to_device, channel)
+        return _DistributedReceive(work, buffer, place, f"{message} from rank {channel.source}", self._limit)
 
-    def finish_step(self) -> None:
+    def progress(self) -> None:
+        """The backend's threads see to it."""
+
+    def finish_step(self) -> bool:
         """Wait until all sends are out.
 
         Raises:
             PeerError: a send failed.
         """
         self._outbox.drain()
+        return True
+
+    def _started(self, channel: Channel, payload: Tensor) -> Sending:
+        work = dist.isend(payload, channel.destination, group=self._groups[channel])
+        assert work is not None, "this rank is on the channel"
+        return work, payload
+
+    def _buffer(self, spec: TensorSpec) -> Tensor:
+        if self._staging is not None:
+            return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
+        if self._device.type == "cpu":
+            return self._pool.take(spec)[0]
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
 
 
 class _DistributedReceive:
     def __init__(
-        self, work: dist.Work, buffer: Tensor, device: torch.device, what: str, limit: timedelta | None
+        self,
+        work: dist.Work,
+        buffer: Tensor,
+        place: Callable[[Tensor], Tensor] | None,
+        what: str,
+        limit: timedelta | None,
     ) -> None:
-        self._work, self._buffer, self._device, self._what, self._limit = work, buffer, device, what, limit
+        self._work, self._place, self._what, self._limit = work, place, what, limit
+        self._buffer: Tensor | None = buffer
 
     def arrived(self) -> bool:
         return True
@@ -148,52 +173,6 @@ class _DistributedReceive:
             self._work.wait() if self._limit is None else self._work.wait(self._limit)
         except RuntimeError as error:
             raise PeerError(f"{self._what} did not arrive in time or its sender is gone: {reason(error)}") from error
-        return self._buffer.to(self._device)
-
-
-class _Outbox:
-    """Keeps what is being sent alive until it is out, and not longer.
-
-    gloo says that a send is done only to somebody who waits for it, so a thread waits, in the order of the sends;
-    NCCL's `wait` orders the stream and doesn't make the host wait.
-    """
-
-    def __init__(self, *, blocking_wait: bool) -> None:
-        self._blocking_wait = blocking_wait
-        self._pending: queue.SimpleQueue[tuple[dist.Work, Tensor, str] | threading.Event] = queue.SimpleQueue()
-        self._works: list[tuple[dist.Work, Tensor, str]] = []
-        self._error: PeerError | None = None
-        self._thread: threading.Thread | None = None
-
-    def add(self, work: dist.Work, payload: Tensor, what: str) -> None:
-        if not self._blocking_wait:
-            self._works = [entry for entry in self._works if not entry[0].is_completed()]
-            self._works.append((work, payload, what))
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_in_order, name="outbox", daemon=True)
-            self._thread.start()
-        self._pending.put((work, payload, what))
-
-    def drain(self) -> None:
-        if self._thread is not None:
-            drained = threading.Event()
-            self._pending.put(drained)
-            drained.wait()
-        for work, _, _ in self._works:
-            work.wait()
-        self._works.clear()
-        if self._error is not None:
-            raise self._error
-
-    def _wait_in_order(self) -> None:
-        while True:
-            entry = self._pending.get()
-            if isinstance(entry, threading.Event):
-                entry.set()
-                continue
-            try:
-                entry[0].wait()
-            except RuntimeError as error:
-                self._error = self._error or PeerError(f"{entry[2]} was not taken: {reason(error)}")
-            del entry  # or the last message would stay alive until the next
+        assert self._buffer is not None, "taken once"
+        buffer, self._buffer = self._buffer, None
+        return buffer if self._place is None else self._place(buffer)

@@ -154,9 +154,12 @@ class Executor:
                 self._run(action, state, awaited)
             except Exception as error:
                 raise ActionError(self._describe(action, batch.step + 1, error)) from error
+            self._transport.progress()
             self.completed += 1
         self._marker.move(len(self._row), waiting=True)
-        self._transport.finish_step()
+        while not self._transport.finish_step():
+            yield action
+        self.completed += 1
         return StepResult(state.loss(), state.trace)
 
     def _run(self, action: Action, state: StepState, awaited: Mapping[Hashable, Receive]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Hashable
 from typing import Protocol
@@ -10,6 +11,15 @@ from torch import Tensor
 
 from pipeline.engine.boundary import TensorSpec
 from pipeline.schedule.schedule import Channel
+
+
+class PeerError(ConnectionError):
+    """A message did not come: the peer died or is late."""
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what a backend says, without the place in its source that it begins with."""
+    return re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 class Receive(Protocol):
@@ -31,8 +41,11 @@ class Transport(Protocol):
     def receive(self, channel: Channel, message: Hashable, spec: TensorSpec) -> Receive:
         """Post a receive; returns at once."""
 
-    def finish_step(self) -> None:
-        """Return when every message sent so far is out of this rank's hands."""
+    def progress(self) -> None:
+        """Move what can be moved without waiting; called between actions."""
+
+    def finish_step(self) -> bool:
+        """Whether every message sent so far is out of this rank's hands. A transport that can block waits until so."""
 
 
 class InProcessTransport:
@@ -58,8 +71,12 @@ class InProcessTransport:
         self._match(channel)
         return receive
 
-    def finish_step(self) -> None:
+    def progress(self) -> None:
+        """Nothing waits for more than its match."""
+
+    def finish_step(self) -> bool:
         """Nothing is under way: a message is handed over at once."""
+        return True
 
     def _match(self, channel: Channel) -> None:
         sent, posted = self._sent.get(channel), self._posted.get(channel)

@@ -122,6 +122,11 @@ def _operands(
     return inputs, deferral.cast(module.weight, dtype), bias
 
 
+def _without_graph(ctx: Any) -> list[Tensor]:
+    """What F saved, without its place in the graph, through which W would hold on to the stage's input."""
+    return [tensor.detach() for tensor in ctx.saved_tensors]
+
+
 # Linear, Conv2d, Embedding: the product is W's
 
 
@@ -151,7 +156,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
+        inputs, weight = _without_graph(ctx)
         flat, rows = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (gradient, inputs))  # a lone vector is a row
         ctx.store.defer(partial(_add_linear, ctx.module, rows, flat), rows, flat)
         return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None, None, None
@@ -193,7 +198,7 @@ class _Conv2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight = ctx.saved_tensors
+        inputs, weight = _without_graph(ctx)
         ctx.store.defer(partial(_add_conv2d, ctx.module, weight, inputs, gradient), inputs, gradient)
         back = None
         if ctx.needs_input_grad[0]:

@@ -9,7 +9,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.buffers import Releases
 from pipeline.schedule.errors import Place, ScheduleError, schedule_error
+from pipeline.schedule.memory import in_flight
 from pipeline.schedule.schedule import Channel, Message, Schedule, channel, makes, message, takes
 
 
@@ -71,11 +73,12 @@ def hoist_receives(schedule: Schedule, prefetch: int) -> Schedule:
     """Post receives earlier, in the order they have, so that transfers overlap with compute.
 
     Directly before a compute action, at most `prefetch` receives are posted beyond those that it and the actions before
-    it need; 0 changes nothing. ValueError for a negative prefetch.
+    it need, and none for which the rank would hold more boundary buffers than its peak in flight plus `prefetch`.
+    0 changes nothing. ValueError for a negative prefetch.
     """
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}: use 0 or more")
-    return schedule.with_rows(_hoisted(row, prefetch) for row in schedule.rows)
+    return schedule.with_rows(_hoisted(schedule, rank, prefetch) for rank in range(schedule.pp))
 
 
 def _with_sends(schedule: Schedule, row: Iterable[Action]) -> Iterator[Action]:
@@ -127,16 +130,19 @@ def _crosses_ranks(schedule: Schedule, moved: Message) -> bool:
     return schedule.stage_to_rank[moved.source_stage] != schedule.stage_to_rank[moved.destination_stage]
 
 
-def _hoisted(row: tuple[Action, ...], prefetch: int) -> Iterator[Action]:
+def _hoisted(schedule: Schedule, rank: int, prefetch: int) -> Iterator[Action]:
+    row, released = schedule.rows[rank], Releases(schedule, rank)
     receives = [action for action in row if action.type.is_receive]
-    needed = posted = 0
+    most = max(in_flight(schedule, rank), default=0) + prefetch
+    needed = posted = let_go = 0
     for action in row:
         if action.type.is_receive:
             needed += 1
             continue
         if action.type.is_compute:
-            window = min(needed + prefetch, len(receives))
+            window = max(needed, min(needed + prefetch, len(receives), let_go + most))
             yield from receives[posted:window]
             posted = max(posted, window)
+            let_go += released.by(action)
         yield action
     yield from receives[posted:]

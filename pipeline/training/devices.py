@@ -49,7 +49,7 @@ def choose_devices(settings: Settings) -> Devices:
         return Devices("cpu", shared=in_process, backend="gloo")
     _check_gpu_precision(settings.precision.autocast)
     shared = in_process or (settings.share_gpu and gpus < ranks_here)
-    return Devices("cuda", shared, backend="gloo" if shared else "nccl")
+    return Devices("cuda", shared, backend="gloo" if shared or settings.transport == "gloo" else "nccl")
 
 
 def warn_of_slow_choices(settings: Settings, devices: Devices) -> None:

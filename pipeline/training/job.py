@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from pipeline.engine.distributed import DistributedTransport, channels, open_channels
 from pipeline.engine.model import Model
 from pipeline.engine.stage import Placement
 from pipeline.engine.transport import InProcessTransport, Transport
@@ -27,6 +26,7 @@ from pipeline.training.recorder import Recorder, RunFacts
 from pipeline.training.settings import Settings
 from pipeline.training.signals import sigterm_raises
 from pipeline.training.trainer import Data, Trainer
+from pipeline.training.transports import open_transport
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,6 @@ def _train_here(job: Job, report: Report) -> None:
         torch.cuda.set_device(device)
     rendezvous.join(settings.timeout)
     try:
-        transport = open_transport(job.plan, number, device, job.devices.backend, settings.timeout)
         group = DistributedGroup(
             number,
             settings.pp,
@@ -147,21 +146,11 @@ def _train_here(job: Job, report: Report) -> None:
             backend=job.devices.backend,
             timeout=settings.timeout,
         )
+        backend, timeout = job.devices.backend, settings.timeout
+        transport = open_transport(job.plan, group, device, backend=backend, timeout=timeout, choice=settings.transport)
         _train_ranks(job, [number], device, transport, group, report)
     finally:
         rendezvous.leave()
-
-
-def open_transport(plan: Plan, rank: int, device: torch.device, backend: str, timeout: float) -> Transport:
-    """One rank's end of every channel of the plan's programs; every rank must call this with the same plan.
-
-    Args:
-        device: where messages are wanted.
-        backend: "nccl" or "gloo".
-        timeout: seconds that a message may take.
-    """
-    groups = open_channels(channels([plan.program, plan.evaluation]), rank, backend, timeout)
-    return DistributedTransport(groups, device, backend, timeout)
 
 
 def _train_in_process(job: Job, report: Report) -> None:

@@ -107,6 +107,7 @@ class Settings:
     launch: str = described("processes", "processes (a process a rank) or in_process (all ranks in one, for debugging)")
     device: str = described("auto", "auto (GPUs if there is one a rank), cpu or cuda")
     share_gpu: bool = described(False, "let several ranks use one GPU; messages then go through the host")
+    transport: str = described("auto", "auto (shared memory on one host's CPUs, NCCL between GPUs, else gloo) or gloo")
     seed: int = described(0, "decides starting weights, data order and dropout, whatever the pipeline")
     pp: int = described(2, "pipeline ranks")
     microbatches: int = described(8, "pieces that a batch is cut into")
@@ -195,6 +196,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "task": ("train", "plan"),
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
+    "transport": ("auto", "gloo"),
     "schedule.release": ("end", "each"),
     "schedule.objective": ("makespan", "span"),
     "schedule.placement": ("line", "v"),

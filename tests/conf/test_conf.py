@@ -12,7 +12,19 @@ from conf import command_line, schema
 from tests.conf.compose import CONF, choices, compose, configured, groups, options
 
 TOP_LEVEL = [
-    *("task", "launch", "device", "share_gpu", "seed", "pp", "microbatches", "batch_size", "steps", "prefetch"),
+    *(
+        "task",
+        "launch",
+        "device",
+        "share_gpu",
+        "transport",
+        "seed",
+        "pp",
+        "microbatches",
+        "batch_size",
+        "steps",
+        "prefetch",
+    ),
     *("timeout", "gradient_clip", "log_every", "validate_every", "costs"),
 ]
 SINGLE = ["schedule", "model", "partition", "data", "precision", "activation_checkpoint", "optimizer", "logger"]

@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from models.model import Model
 from pipeline.engine.boundary import TensorSpec
-from pipeline.engine.distributed import DistributedTransport, PeerError, channels, open_channels
+from pipeline.engine.buffers import BufferPool
+from pipeline.engine.distributed import DistributedTransport, open_channels
 from pipeline.engine.executor import run
+from pipeline.engine.shared_memory import SharedMemoryTransport
+from pipeline.engine.transport import PeerError
 from pipeline.schedule.schedule import Channel
 from pipeline.training import rendezvous
 from pipeline.training.gradients import sum_tied_gradients
@@ -22,6 +25,7 @@ from pipeline.training.plan import make_plan
 from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.rank import Rank
 from pipeline.training.settings import OptimizerSettings, PrecisionSettings
+from pipeline.training.transports import open_transport
 from tests.engine.harness import CPU, buffers_of, microbatches_of, placement, settings_for
 from tests.engine.samples import chain, images, linears, small_gpt, text, vectors
 
@@ -74,24 +78,26 @@ class Case:
         return small_gpt(dropout=0.1 if "dropout" in self.name else 0.0), text(self.batch_size)
 
 
-def steps(cases: Sequence[Case], send: Callable[[object], None]) -> None:
-    """Run every case's step over gloo and send each rank's loss, gradients and buffers."""
+def steps(work: tuple[str, Sequence[Case]], send: Callable[[object], None]) -> None:
+    """Run every case's step over the transport chosen and send each rank's loss, gradients and buffers."""
+    choice, cases = work
     rendezvous.join(timeout=60)
     for case in cases:
-        send((case.name, *one_step(case)))
+        send((case.name, *one_step(case, choice)))
     rendezvous.leave()
 
 
-def one_step(case: Case) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+def one_step(case: Case, choice: str) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
     model, (inputs, targets) = case.model_and_batch()
     settings = settings_for(
         case.schedule, 2, case.microbatches, case.batch_size, checkpoint=case.checkpoint, precision=case.precision
     )
     plan, number = make_plan(settings, model, TensorSpec.of(inputs), CPU), rendezvous.rank()
-    groups = open_channels(channels([plan.program, plan.evaluation]), number, "gloo", 60)
     group = DistributedGroup(number, 2, tied=list(plan.tied_ranks().values()), backend="gloo", timeout=60)
+    transport = open_transport(plan, group, CPU, backend="gloo", timeout=60, choice=choice)
+    assert isinstance(transport, SharedMemoryTransport if choice == "auto" else DistributedTransport)
     where = placement(parameter_dtype(case.precision), autocast=autocast(case.precision, "cpu"))
-    rank = Rank(number, plan, model, where, DistributedTransport(groups, CPU, "gloo", 60), OptimizerSettings())
+    rank = Rank(number, plan, model, where, transport, OptimizerSettings())
     (result,) = run([rank.trainer], [microbatches_of(plan, model, inputs, targets)])
     sum_tied_gradients({number: rank.parameters}, plan.tied, plan.tied_ranks(), group)
     gradients = {name: p.grad for name, p in rank.parameters.items() if p.grad is not None}
@@ -118,7 +124,7 @@ def late_message(_: object, send: Callable[[object], None]) -> None:
     rank, channel = rendezvous.rank(), Channel(0, 1, "activation")
     groups = open_channels([channel], rank, "gloo", 60)
     if rank == 1:
-        transport = DistributedTransport(groups, CPU, "gloo", 1)
+        transport = DistributedTransport(groups, CPU, "gloo", 1, BufferPool(8, 1))
         receive = transport.receive(channel, "a message", TensorSpec((2,), torch.float32))
         began = time.monotonic()
         try:
@@ -140,7 +146,7 @@ class BreaksOnRank1(nn.Linear):
         return super().forward(x)
 
 
-def break_in_a_step(_: object, send: Callable[[object], None]) -> None:
+def break_in_a_step(choice: str, send: Callable[[object], None]) -> None:
     """Rank 1 fails while rank 0 waits for its gradients."""
     rendezvous.join(timeout=600)
     try:
@@ -148,8 +154,8 @@ def break_in_a_step(_: object, send: Callable[[object], None]) -> None:
         model = chain([linears(1).layers[0].build, partial(BreaksOnRank1, 4, 4)])
         plan = make_plan(settings_for("1f1b", 2, 8, 8, precision=FP64), model, TensorSpec.of(inputs), CPU)
         number = rendezvous.rank()
-        groups = open_channels(channels([plan.program, plan.evaluation]), number, "gloo", 600)
-        transport = DistributedTransport(groups, CPU, "gloo", 600)
+        group = DistributedGroup(number, 2, tied=[], backend="gloo", timeout=600)
+        transport = open_transport(plan, group, CPU, backend="gloo", timeout=600, choice=choice)
         rank = Rank(number, plan, model, placement(), transport, OptimizerSettings())
         run([rank.trainer], [microbatches_of(plan, model, inputs, targets)])
     finally:

@@ -83,8 +83,12 @@ class RendezvousTransport:
     def receive(self, channel: Channel, message: Hashable, spec: TensorSpec) -> Operation:
         return self._issue(channel, message, False, torch.empty(spec.shape, dtype=spec.dtype))
 
-    def finish_step(self) -> None:
+    def progress(self) -> None:
+        """What can move has moved."""
+
+    def finish_step(self) -> bool:
         """Nobody can block here: `run` doesn't end before everything sent has been received."""
+        return True
 
     def unfinished(self, rank: int) -> Iterator[Operation]:
         """What a rank has issued and what has not met its match."""

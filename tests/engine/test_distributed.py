@@ -1,4 +1,4 @@
-"""The transport between processes, over gloo."""
+"""The transports between processes: shared memory, and gloo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from pipeline.engine.boundary import TensorSpec
-from pipeline.engine.distributed import DistributedTransport, PeerError, channels
+from pipeline.engine.buffers import BufferPool
+from pipeline.engine.distributed import DistributedTransport, channels
+from pipeline.engine.transport import PeerError
 from pipeline.schedule.library import interleaved_1f1b, one_f_one_b
 from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Channel
@@ -53,11 +55,12 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def sent():
+@pytest.fixture(scope="module", params=["auto", "gloo"])
+def sent(request):
     """Of every case the messages of both ranks; one launch runs them all."""
     found = defaultdict(list)
-    launch(targets.steps, list(CASES.values()), 2, on_message=lambda message: found[message[0]].append(message[1:]))
+    work = request.param, list(CASES.values())
+    launch(targets.steps, work, 2, on_message=lambda message: found[message[0]].append(message[1:]))
     return found
 
 
@@ -128,10 +131,11 @@ def test_a_late_message_is_an_error_that_names_it_and_the_sender():
     assert seconds < 20
 
 
-def test_a_failing_action_ends_the_job_and_is_the_error_shown():
+@pytest.mark.parametrize("choice", ["auto", "gloo"])
+def test_a_failing_action_ends_the_job_and_is_the_error_shown(choice):
     began = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        launch(targets.break_in_a_step, None, 2, on_message=lambda message: None)
+        launch(targets.break_in_a_step, choice, 2, on_message=lambda message: None)
     assert time.monotonic() - began < 40
     assert caught.value.rank == 1
     assert "rank 1 failed in 1F2 (microbatch 2) of step 1: the third forward breaks" in caught.value.reason
@@ -170,7 +174,7 @@ CHANNEL = Channel(0, 1, "activation")
 
 def test_a_lost_send_is_told_at_the_end_of_the_step(sends):
     sends += [FakeWork(), FakeWork("Connection closed by peer\nand more"), FakeWork("Connection closed by peer")]
-    transport = DistributedTransport({CHANNEL: None}, CPU, "gloo", 5)
+    transport = DistributedTransport({CHANNEL: None}, CPU, "gloo", 5, BufferPool(0, 0))
     for word in "abc":
         transport.send(CHANNEL, word, torch.ones(1))
     with pytest.raises(PeerError, match=r"^b to rank 1 was not taken: Connection closed by peer$"):
@@ -179,7 +183,7 @@ def test_a_lost_send_is_told_at_the_end_of_the_step(sends):
 
 def test_a_lost_receive_is_told_where_it_is_waited_for(sends):
     sends.append(FakeWork("Connection closed by peer"))
-    transport = DistributedTransport({CHANNEL: None}, CPU, "gloo", 5)
+    transport = DistributedTransport({CHANNEL: None}, CPU, "gloo", 5, BufferPool(0, 0))
     receive = transport.receive(CHANNEL, "a", TensorSpec((1,), torch.float32))
     assert receive.arrived()
     with pytest.raises(PeerError, match=r"^a from rank 0 did not arrive .* or its sender is gone: Connection"):
@@ -188,7 +192,7 @@ def test_a_lost_receive_is_told_where_it_is_waited_for(sends):
 
 def test_what_was_sent_is_let_go(sends):
     sends += [FakeWork(), FakeWork()]
-    transport = DistributedTransport({CHANNEL: None}, CPU, "gloo", 5)
+    transport = DistributedTransport({CHANNEL: None}, CPU, "gloo", 5, BufferPool(0, 0))
     tensors = [torch.ones(1), torch.ones(1)]
     references = list(map(weakref.ref, tensors))
     for tensor in tensors:
@@ -203,4 +207,4 @@ def test_what_was_sent_is_let_go(sends):
 
 
 def test_a_step_that_sent_nothing_is_finished_at_once():
-    DistributedTransport({}, CPU, "gloo", 5).finish_step()
+    DistributedTransport({}, CPU, "gloo", 5, BufferPool(0, 0)).finish_step()
