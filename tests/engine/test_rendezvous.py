@@ -15,7 +15,6 @@ from pipeline.engine.stage import Stage
 from pipeline.schedule.actions import Action
 from pipeline.schedule.library import SCHEDULES, forward_only, options_of, write
 from pipeline.schedule.lowering import lower
-from pipeline.schedule.memory import peak_in_flight
 from pipeline.schedule.schedule import Channel, Communicator, Message, Schedule, one_a_channel
 from pipeline.training.plan import microbatch_sizes
 from tests.engine.harness import Outcome, assert_equal_outcomes, placement, plain_loop
@@ -306,8 +305,8 @@ def test_receives_in_another_order_than_the_sends_are_named():
 
 
 @pytest.mark.parametrize(("name", "pp"), [(n, p) for n in SCHEDULES for p in (2, 3, 4) if n != "zb_auto" or p == 4])
-def test_boundary_buffers_do_not_grow_with_the_number_of_microbatches(name, pp):
-    """16 and 64 leave the same last group in a loop, which else decides over one buffer more or less."""
+def test_messages_under_way_do_not_grow_with_the_number_of_microbatches(name, pp):
+    """Sent and not received, or posted and not consumed. 16 and 64 leave the same last group in a loop, which else decides over one buffer more or less."""
     peaks, window = [], 2
     for microbatches in (16, 64):
         schedule = written(name, pp, microbatches)
@@ -315,9 +314,6 @@ def test_boundary_buffers_do_not_grow_with_the_number_of_microbatches(name, pp):
         # in ascending order ranks hold the most: each sends all it can before the next one takes anything
         execute(lower(schedule, prefetch=window), transport, samples=microbatches)
         peaks.append([transport.peak[rank] for rank in range(pp)])
-        # beside what is in flight and the receives posted ahead, the one that the next action takes
-        most = [held + window + 1 for held in peak_in_flight(schedule)]
-        assert all(peak <= limit for peak, limit in zip(peaks[-1], most, strict=True)), (peaks[-1], most)
     if name in ("gpipe", "looped_bfs"):
         assert peaks[0][0] + 48 == peaks[1][0]
     else:
