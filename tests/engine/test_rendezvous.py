@@ -306,7 +306,10 @@ def test_receives_in_another_order_than_the_sends_are_named():
 
 @pytest.mark.parametrize(("name", "pp"), [(n, p) for n in SCHEDULES for p in (2, 3, 4) if n != "zb_auto" or p == 4])
 def test_messages_under_way_do_not_grow_with_the_number_of_microbatches(name, pp):
-    """Sent and not received, or posted and not consumed. 16 and 64 leave the same last group in a loop, which else decides over one buffer more or less."""
+    """Sent and not received, or posted and not consumed.
+
+    16 and 64 leave the same last group in a loop, which else decides over one more or less.
+    """
     peaks, window = [], 2
     for microbatches in (16, 64):
         schedule = written(name, pp, microbatches)

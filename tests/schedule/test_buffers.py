@@ -40,7 +40,7 @@ def test_an_evaluation_holds_an_input_for_its_forward_alone():
 @pytest.mark.parametrize("pp", [2, 3, 4])
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_buffers_are_as_many_as_are_in_flight_and_prefetched(name, pp):
-    """For 16 and 64 microbatches alike, but in gpipe and looped_bfs. Without a window the gradient at hand is one more."""
+    """For 16 and 64 microbatches alike, but in gpipe and looped_bfs. Without a window a gradient is one more."""
     for window in (0, 1, 2, 5):
         peaks = []
         for microbatches in (16, 64):
