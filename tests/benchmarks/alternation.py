@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from pipeline.engine.transport import Transport
 from pipeline.training import rendezvous
-from pipeline.training.job import open_transport
+from pipeline.training.group import DistributedGroup
 from pipeline.training.memory import peak_memory_bytes, reset_peak_memory
 from pipeline.training.plan import Plan
+from pipeline.training.transports import open_transport
 from tests.benchmarks.cases import CPU, Case
 from tests.benchmarks.engines import Alone, Engine, Ours, Torch, clear, error
 
@@ -55,7 +57,7 @@ def alternate(work: Work, send: Send) -> None:
     alone = Alone(work.case)
     engines: dict[str, Engine] = {ALONE: alone}
     for name, plan in work.plans.items():
-        engines[name] = Ours(work.case, plan, rank, open_transport(plan, rank, CPU, "gloo", TIMEOUT))
+        engines[name] = Ours(work.case, plan, rank, _transport(plan, rank))
         engines[f"torch {name}"] = Torch(work.case, plan, rank)
     errors = _warm_up(engines, alone)
     gc.freeze()
@@ -86,7 +88,7 @@ def remember(work: MemoryWork, send: Send) -> None:
     if work.torch:
         engine = Torch(work.case, work.plan, rank)
     else:
-        engine = Ours(work.case, work.plan, rank, open_transport(work.plan, rank, CPU, "gloo", TIMEOUT))
+        engine = Ours(work.case, work.plan, rank, _transport(work.plan, rank))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     reset_peak_memory(CPU)
@@ -100,6 +102,12 @@ def remember(work: MemoryWork, send: Send) -> None:
     assert after is not None, "Linux"
     send(after - before)
     rendezvous.leave()
+
+
+def _transport(plan: Plan, rank: int) -> Transport:
+    """What a run of the product would use here."""
+    group = DistributedGroup(rank, plan.schedule.pp, tied=[], backend="gloo", timeout=TIMEOUT)
+    return open_transport(plan, group, CPU, backend="gloo", timeout=TIMEOUT)
 
 
 def _join() -> int:
