@@ -10,9 +10,12 @@ from torch import nn
 
 from pipeline.training.settings import OptimizerSettings
 
+_FUSED = ("cpu", "cuda")
+"""Device types that have an optimizer step of one kernel."""
+
 
 def build_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """AdamW or SGD; None for a rank whose stages have no parameter to train.
+    """AdamW or SGD, in one kernel where the device has one; None for a rank whose stages have no parameter to train.
 
     Weight decay is applied to parameters with two or more dimensions: not to biases and normalizations. Both copies of
     a tied parameter have the same shape, so they are treated alike on every rank.
@@ -25,9 +28,11 @@ def build_optimizer(settings: OptimizerSettings, parameters: Sequence[nn.Paramet
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    fused = all(parameter.device.type in _FUSED for parameter in trained) or None  # None: torch takes the next best
     if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(settings.betas[0], settings.betas[1]))
+        return torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum, fused=fused)
+    betas = (settings.betas[0], settings.betas[1])
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, fused=fused)
 
 
 def learning_rate(settings: OptimizerSettings, step: int, steps: int) -> float:

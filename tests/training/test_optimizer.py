@@ -10,7 +10,7 @@ from models.resnet import resnet
 from pipeline.engine.stage import Stage
 from pipeline.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from pipeline.training.settings import OptimizerSettings
-from tests.engine.harness import placement
+from tests.engine.harness import assert_close, placement
 from tests.engine.samples import small_gpt
 
 
@@ -83,3 +83,36 @@ def test_a_rate_reaches_every_group():
     optimizer = build_optimizer(OptimizerSettings(), [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))])
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def trained(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """The parameters after ten steps with drawn gradients."""
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_fused_step_is_the_plain_one(name, dtype):
+    def parameters():
+        draw = torch.Generator().manual_seed(0)
+        return [nn.Parameter(torch.randn(shape, generator=draw).to(dtype)) for shape in ((33, 17), (5,), (2, 3, 3, 3))]
+
+    ours, theirs = parameters(), parameters()
+    fused = build_optimizer(OptimizerSettings(name), ours)
+    plain = build_optimizer(OptimizerSettings(name), theirs)
+    for group in plain.param_groups:
+        group["fused"], group["foreach"] = False, False
+    assert [group["fused"] for group in fused.param_groups] == [True, True]
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    for found, expected in zip(trained(fused, ours), trained(plain, theirs), strict=True):
+        assert_close("parameter", found, expected, tolerance)
+
+
+def test_where_no_fused_step_is_torch_chooses():
+    optimizer = build_optimizer(OptimizerSettings(), [nn.Parameter(torch.ones(2, 2, device="meta"))])
+    assert optimizer.param_groups[0]["fused"] is None
