@@ -105,7 +105,8 @@ class _Section:
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         if self._root is None or gradient is None:
             return None
-        torch.autograd.backward(self._root, gradient)
+        with self._owner.stage.deferring(self._owner.weights):
+            torch.autograd.backward(self._root, gradient)
         return self.inputs.grad
 
     def _build(self, run: Run) -> Tensor:

@@ -97,7 +97,7 @@ class _Passes:
         inputs, weights = self._leaf(), WeightGradients()
         output = self._forward(inputs, weights)
         began = self._now()
-        self._backward(output)
+        self._backward(output, weights)
         middle = self._now()
         weights.apply()
         return middle - began, self._now() - middle
@@ -114,7 +114,7 @@ class _Passes:
         activation = meter.peak_bytes
         left = ActivationMeter([tensor for _, tensor in self._stage.named_tensors()])
         weights = WeightGradients(left.hold)
-        self._backward(self._forward(self._leaf(), weights))
+        self._backward(self._forward(self._leaf(), weights), weights)
         del held
         return activation, left.peak_bytes, output.detach()
 
@@ -127,9 +127,10 @@ class _Passes:
         with self._stage.deferring(weights):
             return self._stage.forward(inputs, self._targets, weight=self._weight, step=0, microbatch=0)
 
-    def _backward(self, output: Tensor) -> None:
+    def _backward(self, output: Tensor, weights: WeightGradients | None = None) -> None:
         if output.requires_grad:
-            torch.autograd.backward(output, torch.ones_like(output))
+            with self._stage.deferring(weights):
+                torch.autograd.backward(output, torch.ones_like(output))
 
     def _now(self) -> float:
         if self._device.type == "cuda":

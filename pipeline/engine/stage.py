@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.engine.boundary import Autocast
+from pipeline.engine.compilation import Compiler
 from pipeline.engine.materialize import materialize, named_tensors
-from pipeline.engine.model import Layer, Loss, Model
+from pipeline.engine.model import Layer, Model
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
 from pipeline.engine.segments import Recomputed, whole
 from pipeline.engine.weight_gradient import Deferral, WeightGradients, split_weight_gradients
@@ -20,12 +21,16 @@ from pipeline.engine.weight_gradient import Deferral, WeightGradients, split_wei
 
 @dataclass(frozen=True)
 class Placement:
-    """How a run computes: the device, the parameters' dtype, autocast, and the seed of everything random."""
+    """How a run computes: the device, the parameters' dtype, autocast, the seed of everything random, and with what.
+
+    Without a compiler layers run as PyTorch's operators, one by one.
+    """
 
     device: torch.device
     dtype: torch.dtype
     autocast: Autocast
     seed: int
+    compiler: Compiler | None = None
 
 
 class Stage:
@@ -33,6 +38,9 @@ class Stage:
 
     Holds parameters and buffers only: what a microbatch leaves between its actions belongs to the step that asks.
     `recomputed` is the part of it that an R computes again.
+
+    Raises:
+        ValueError: compiled layers shall keep the outputs of their costly operations.
     """
 
     def __init__(
@@ -45,10 +53,15 @@ class Stage:
         last: bool,
         recomputed: Recomputed | None = None,
     ) -> None:
+        if placement.compiler is not None and recomputed is not None and recomputed.keeps_costly:
+            raise ValueError(
+                "a compiled layer's operations are fused, so the outputs of its costly ones can't be kept: use "
+                "compile=false, or recompute whole layers"
+            )
         self.index = index
         self.first = index == 0
-        self.loss: Loss | None = model.loss if last else None
         self.placement = placement
+        self.loss = self._call(model.loss) if last else None
         self.layers = tuple(layers)
         self.modules = tuple(
             materialize(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
@@ -56,8 +69,14 @@ class Stage:
         )
         self.whole = whole(len(self.layers))
         self.segments = (recomputed or Recomputed()).segments(len(self.layers))
+        self._calls = tuple(self._call(module) for module in self.modules)
         self._deferral: Deferral | None = None
         self._seeds = tuple(name_seed(placement.seed, layer.name) for layer in layers) if model.stochastic else ()
+
+    def _call(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`function`, or what runs in its place."""
+        compiler = self.placement.compiler
+        return function if compiler is None else compiler.compiled(function)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under their whole-model names."""
@@ -85,14 +104,16 @@ class Stage:
 
     def split_backward(self) -> None:
         """Prepare for backwards in two parts: I, then W. Without `deferring` a backward stays whole."""
-        if self._deferral is None:
+        if self._deferral is None and self.placement.compiler is not None:
+            self._deferral = self.placement.compiler.split_backward()
+        elif self._deferral is None:
             self._deferral = Deferral()
             for module in self.modules:
                 split_weight_gradients(module, self._deferral)
 
     @contextmanager
     def deferring(self, weights: WeightGradients | None) -> Iterator[None]:
-        """While open, forwards prepare their plain modules to leave the weights' gradients in `weights`."""
+        """While open, forwards prepare to leave the weights' gradients in `weights`, and compiled backwards do so."""
         if self._deferral is None or weights is None:
             yield
             return
@@ -135,10 +156,9 @@ class Stage:
         with self.placement.autocast():
             value = inputs
             for position in positions:
-                module = self.modules[position]
-                if self._seeds and module.training:  # an evaluation leaves the generators alone
+                if self._seeds and self.modules[position].training:  # an evaluation leaves the generators alone
                     seed_layer(mixed_seed(self._seeds[position], step, microbatch), self.placement.device)
-                value = module(value)
+                value = self._calls[position](value)
             if self.loss is None or positions[-1] != len(self.modules) - 1:
                 return value
             assert targets is not None, "the last stage's rank loads the targets"

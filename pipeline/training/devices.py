@@ -10,6 +10,7 @@ import torch
 
 from pipeline.training import rendezvous
 from pipeline.training.settings import Settings
+from pipeline.training.toolchain import check_toolchain
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +38,15 @@ def choose_devices(settings: Settings) -> Devices:
 
     Raises:
         ValueError: `device=cuda` without a GPU or with fewer GPUs than ranks on this machine, or a precision that the
-            GPU lacks.
+            GPU lacks, or `compile=true` where nothing can compile.
     """
+    devices = _chosen(settings)
+    if settings.compile:
+        check_toolchain(devices.type)
+    return devices
+
+
+def _chosen(settings: Settings) -> Devices:
     in_process = settings.launch == "in_process"
     ranks_here = _ranks_here(settings)
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.engine.distributed import naming, new_group
+from pipeline.training import rendezvous
 
 T = TypeVar("T")
+_PATIENCE = timedelta(days=1)
 
 
 class Group(Protocol):
@@ -30,6 +33,9 @@ class Group(Protocol):
 
     def gather(self, values: Sequence[T]) -> list[T]:
         """Any picklable from each local rank in, those of all ranks out, in rank order, on every process."""
+
+    def meet(self) -> None:
+        """Return when every process has called it, however late."""
 
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """Replace each local gradient (by rank) with the sum over the ranks in `key`, in place."""
@@ -59,6 +65,9 @@ class LocalGroup:
         """The values: they are all here."""
         return list(values)
 
+    def meet(self) -> None:
+        """Everybody is here."""
+
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """Sum in rank order and copy to all."""
         total = gradients[key[0]].clone()
@@ -79,6 +88,7 @@ class DistributedGroup:
 
     def __init__(self, rank: int, size: int, *, tied: Sequence[tuple[int, ...]], backend: str, timeout: float) -> None:
         self._rank, self._size, self._backend = rank, size, backend
+        self._meetings = 0
         self._control = new_group(range(size), "gloo", timeout)
         self._tied = {key: new_group(key, backend, timeout) for key in sorted(set(tied))}
 
@@ -107,6 +117,13 @@ class DistributedGroup:
         with naming(f"rank {self._rank} gathered what all ranks report"):
             dist.all_gather_object(gathered, value, group=self._control)
         return gathered
+
+    def meet(self) -> None:
+        """Through the job's store, for a collective fails after `timeout`; a peer's death ends the job all the same."""
+        self._meetings += 1
+        store = rendezvous.shared_store()
+        store.set(f"meeting {self._meetings}, rank {self._rank}", "here")
+        store.wait([f"meeting {self._meetings}, rank {rank}" for rank in range(self._size)], _PATIENCE)
 
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """An all-reduce among the ranks that hold a copy."""

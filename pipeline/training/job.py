@@ -13,14 +13,13 @@ from pathlib import Path
 import torch
 
 from pipeline.engine.model import Model
-from pipeline.engine.stage import Placement
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
 from pipeline.training.devices import Devices
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
 from pipeline.training.launch import launch
+from pipeline.training.placement import place
 from pipeline.training.plan import Plan
-from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.rank import Rank
 from pipeline.training.recorder import Recorder, RunFacts
 from pipeline.training.settings import Settings
@@ -163,9 +162,7 @@ def _train_ranks(
     job: Job, numbers: Sequence[int], device: torch.device, transport: Transport, group: Group, report: Report
 ) -> None:
     settings, model = job.settings, job.build_model()
-    placement = Placement(
-        device, parameter_dtype(settings.precision), autocast(settings.precision, device.type), settings.seed
-    )
+    placement = place(settings, device)
     stages = ", ".join(map(str, sorted(stage for number in numbers for stage in job.plan.schedule.stages_of(number))))
     _log.info("this process holds %s %s, on %s", "stages" if "," in stages else "stage", stages, device)
     ranks = [Rank(number, job.plan, model, placement, transport, settings.optimizer) for number in numbers]

@@ -9,12 +9,11 @@ import torch
 
 from pipeline.engine.model import Model
 from pipeline.engine.profile import StageProfile, profile_stages
-from pipeline.engine.stage import Placement
 from pipeline.schedule.costs import Costs
 from pipeline.schedule.memory import Footprint
 from pipeline.training.devices import Devices
+from pipeline.training.placement import place
 from pipeline.training.plan import cut, layer_sizes, microbatch_sizes
-from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.rank_process import threads_per_rank
 from pipeline.training.settings import Settings
 from pipeline.training.trainer import Data
@@ -31,9 +30,7 @@ def measure(settings: Settings, model: Model, data: Data, devices: Devices, stag
     counts = cut(settings, layer_sizes(model), stages)
     size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
     device = devices.of(0)
-    placement = Placement(
-        device, parameter_dtype(settings.precision), autocast(settings.precision, device.type), settings.seed
-    )
+    placement = place(settings, device)
     inputs, targets = data.train.inputs(0)[:size], data.train.targets(0)[:size]
     with _threads_of_a_rank(settings.pp):
         return to_costs(profile_stages(model, counts, placement, inputs, targets), settings)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from pipeline.engine.activations import ActivationMeter
-from pipeline.engine.executor import Executor
+from pipeline.engine.executor import Executor, Microbatches
 from pipeline.engine.model import Model
+from pipeline.engine.rehearsal import Silence, rehearse
 from pipeline.engine.stage import Placement, Stage
 from pipeline.engine.standing import Board, Marker
 from pipeline.engine.transport import Transport
@@ -52,6 +53,12 @@ class Rank:
     def holds_last(self) -> bool:
         """Whether the loss is computed here."""
         return self.plan.schedule.stages - 1 in self.stages
+
+    def rehearse(self, batch: Microbatches, *, evaluates: bool) -> None:
+        """Run a step (and an evaluation) on zeros, alone, so that all code is compiled before others wait for it."""
+        for program in (self.plan.program, self.plan.evaluation)[: 1 + evaluates]:
+            silence = Silence(self.placement.device)
+            rehearse(Executor(self.rank, program, self.stages, self.plan.boundaries, silence), batch)
 
     def gradients(self) -> list[Tensor]:
         """Every gradient once."""

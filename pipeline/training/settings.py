@@ -114,6 +114,7 @@ class Settings:
     batch_size: int = described(32, "samples a step")
     steps: int = described(300, "training steps")
     prefetch: int = described(2, "receives that are posted ahead of their use")
+    compile: bool = described(False, "fuse every layer's operators with torch.compile, before the first step")
     timeout: float = described(300.0, "seconds that a message may take before the job ends with an error")
     gradient_clip: float | None = described(1.0, "largest norm of the whole model's gradient; null: not clipped")
     log_every: int = described(10, "steps between log entries")

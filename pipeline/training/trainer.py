@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from pipeline.training.plan import Plan, split
 from pipeline.training.precision import LossScale
 from pipeline.training.rank import Rank
 from pipeline.training.settings import Settings
+
+_log = logging.getLogger(__name__)
 
 
 class Split(Protocol):
@@ -106,7 +109,10 @@ class Trainer:
             NonFiniteError: a loss or gradient is not finite (but for an overflow that a smaller loss scale may cure).
             ActionError: an action of the program failed.
         """
-        settings, began = self.settings, time.perf_counter()
+        settings = self.settings
+        if settings.compile:
+            self._compile()
+        began = time.perf_counter()
         train_loss, validation_loss = math.nan, None
         for step in range(settings.steps):
             self._measurement.before_step(step)
@@ -118,6 +124,14 @@ class Trainer:
         finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began)
         if self._reports:
             self._report(finished)
+
+    def _compile(self) -> None:
+        """Compile before anybody waits for a message."""
+        began, batch = time.perf_counter(), self._batch(0)
+        for rank in self.ranks:
+            rank.rehearse(batch, evaluates=self.settings.validate_every > 0)
+        _log.info("compiled in %.1f s", time.perf_counter() - began)
+        self._group.meet()
 
     def validate(self, step: int) -> float:
         """The mean loss over the first held-out batches; weights, statistics and RNG stay."""

@@ -12,20 +12,8 @@ from conf import command_line, schema
 from tests.conf.compose import CONF, choices, compose, configured, groups, options
 
 TOP_LEVEL = [
-    *(
-        "task",
-        "launch",
-        "device",
-        "share_gpu",
-        "transport",
-        "seed",
-        "pp",
-        "microbatches",
-        "batch_size",
-        "steps",
-        "prefetch",
-    ),
-    *("timeout", "gradient_clip", "log_every", "validate_every", "costs"),
+    *("task", "launch", "device", "share_gpu", "transport", "seed", "pp", "microbatches", "batch_size", "steps"),
+    *("prefetch", "compile", "timeout", "gradient_clip", "log_every", "validate_every", "costs"),
 ]
 SINGLE = ["schedule", "model", "partition", "data", "precision", "activation_checkpoint", "optimizer", "logger"]
 GLOBAL = ["experiment", "debug"]

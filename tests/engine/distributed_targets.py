@@ -114,7 +114,12 @@ def collectives(_: object, send: Callable[[object], None]) -> None:
     gradient = torch.full((2,), 10.0**rank)
     if rank != 1:
         group.sum_gradients((0, 2), {rank: gradient})
-    send((rank, group.local, group.size, floats, objects, gradient.tolist()))
+    store = rendezvous.shared_store()
+    store.set(f"rank {rank} comes", "yes")
+    group.meet()
+    met = [store.check([f"rank {other} comes"]) for other in range(3)]
+    group.meet()
+    send((rank, group.local, group.size, floats, objects, gradient.tolist(), met))
     rendezvous.leave()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.engine.boundary import Autocast, TensorSpec
+from pipeline.engine.compilation import Compiler
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Model
 from pipeline.engine.stage import Placement, Stage
@@ -53,9 +55,14 @@ def settings_for(
     return settings
 
 
-def placement(dtype: torch.dtype = torch.float64, seed: int = 0, autocast: Autocast = nullcontext) -> Placement:
-    """The CPU, without autocast unless one is given."""
-    return Placement(CPU, dtype, autocast, seed)
+def placement(
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    autocast: Autocast = nullcontext,
+    compiler: Compiler | None = None,
+) -> Placement:
+    """The CPU, without autocast or compiler unless one is given."""
+    return Placement(CPU, dtype, autocast, seed, compiler)
 
 
 def plan_for(settings: Settings, model: Model, inputs: Tensor, dtype: torch.dtype = torch.float64) -> Plan:
@@ -94,20 +101,26 @@ def build_ranks(
     seed: int = 0,
     autocast: Autocast = nullcontext,
     optimizer: OptimizerSettings | None = None,
+    compiler: Compiler | None = None,
 ) -> list[Rank]:
     """All ranks of a plan on one in-process transport."""
-    transport, where = InProcessTransport(), placement(dtype, seed, autocast)
+    transport, where = InProcessTransport(), placement(dtype, seed, autocast, compiler)
     return [
         Rank(rank, plan, model, where, transport, optimizer or OptimizerSettings()) for rank in range(plan.schedule.pp)
     ]
 
 
 def pipelined(
-    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, dtype: torch.dtype = torch.float64
+    settings: Settings,
+    model: Model,
+    inputs: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype = torch.float64,
+    **more: Any,
 ) -> Outcome:
-    """One training step of all ranks in this process."""
+    """One training step of all ranks in this process; `more` is for `build_ranks`."""
     plan = plan_for(settings, model, inputs, dtype)
-    ranks = build_ranks(plan, model, dtype=dtype)
+    ranks = build_ranks(plan, model, dtype=dtype, **more)
     results = step(ranks, microbatches_of(plan, model, inputs, targets))
     return outcome(plan, ranks, results)
 

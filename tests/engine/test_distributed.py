@@ -113,7 +113,8 @@ def test_there_is_a_channel_for_each_direction_and_kind():
 def test_collectives_among_processes():
     messages = []
     launch(targets.collectives, None, 3, on_message=messages.append)
-    for rank, local, size, floats, objects, gradient in messages:
+    for rank, local, size, floats, objects, gradient, met in messages:
+        assert met == [True, True, True]
         assert local == (rank,)
         assert size == 3
         assert floats == [0.1, 1.1, 2.1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.model import Model
 from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.compilation import Compiler
 from pipeline.engine.transport import InProcessTransport
 from pipeline.training.group import LocalGroup
 from pipeline.training.messages import Finished, StepMetrics, ValidationMetrics
@@ -103,11 +104,13 @@ def settings_to_train(schedule: str, pp: int, microbatches: int, batch_size: int
     return settings
 
 
-def prepare(settings: Settings, model: Model, data: Any, *, validation_batches: int = 2) -> Run:
+def prepare(
+    settings: Settings, model: Model, data: Any, *, validation_batches: int = 2, compiler: Compiler | None = None
+) -> Run:
     """All ranks of a run in this process, not yet trained."""
     plan = make_plan(settings, model, TensorSpec.of(data.train.inputs(0)), CPU)
     context = autocast(settings.precision, "cpu")
-    where = placement(parameter_dtype(settings.precision), settings.seed, context)
+    where = placement(parameter_dtype(settings.precision), settings.seed, context, compiler)
     transport, messages = InProcessTransport(), []
     ranks = [Rank(rank, plan, model, where, transport, settings.optimizer) for rank in range(settings.pp)]
     trainer = Trainer(

@@ -13,6 +13,7 @@ def test_everything_is_here():
     assert group.size == 3
     assert group.gather_floats([0.5, 1.5, 2.5]) == [0.5, 1.5, 2.5]
     assert group.gather(["a", "b", "c"]) == ["a", "b", "c"]
+    group.meet()
 
 
 def test_gradients_are_summed_in_rank_order():

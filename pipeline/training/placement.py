@@ -1,0 +1,21 @@
+"""How every rank of a run computes, from its settings."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.engine.compilation import Compiler
+from pipeline.engine.stage import Placement
+from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.settings import Settings
+
+
+def place(settings: Settings, device: torch.device) -> Placement:
+    """The same for all stages on `device`, which share compiled code."""
+    return Placement(
+        device,
+        parameter_dtype(settings.precision),
+        autocast(settings.precision, device.type),
+        settings.seed,
+        Compiler() if settings.compile else None,
+    )
