@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipeline.engine.transport import Transport
 from pipeline.training import rendezvous
@@ -17,7 +18,7 @@ from pipeline.training.group import DistributedGroup
 from pipeline.training.memory import peak_memory_bytes, reset_peak_memory
 from pipeline.training.plan import Plan
 from pipeline.training.transports import open_transport
-from tests.benchmarks.cases import CPU, Case
+from tests.benchmarks.cases import CASES, CPU, Case
 from tests.benchmarks.engines import Alone, Engine, Ours, Torch, clear, error
 
 TIMEOUT = 120.0
@@ -29,13 +30,15 @@ Send = Callable[[object], None]
 
 @dataclass(frozen=True)
 class Work:
-    """A case and its plans by schedule."""
+    """A case, and its plans by what each is called."""
 
     case: Case
     plans: Mapping[str, Plan]
     rounds: int
     seconds: float
     """After this long no new round begins, but for the first three."""
+    torch: bool = True
+    """Whether torch's engine takes part."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ def alternate(work: Work, send: Send) -> None:
     engines: dict[str, Engine] = {ALONE: alone}
     for name, plan in work.plans.items():
         engines[name] = Ours(work.case, plan, rank, _transport(plan, rank))
-        engines[f"torch {name}"] = Torch(work.case, plan, rank)
+        if work.torch:
+            engines[f"torch {name}"] = Torch(work.case, plan, rank)
     errors = _warm_up(engines, alone)
     gc.freeze()
     seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -83,7 +87,7 @@ class MemoryWork:
 def remember(work: MemoryWork, send: Send) -> None:
     """Send the bytes that the peak of a few steps is above what was resident before them, weights in place."""
     rank = _join()
-    Alone(work.case).step(microbatches=1)  # what the libraries allocate once is no engine's
+    _use_libraries()
     engine: Engine
     if work.torch:
         engine = Torch(work.case, work.plan, rank)
@@ -108,6 +112,13 @@ def _transport(plan: Plan, rank: int) -> Transport:
     """What a run of the product would use here."""
     group = DistributedGroup(rank, plan.schedule.pp, tied=[], backend="gloo", timeout=TIMEOUT)
     return open_transport(plan, group, CPU, backend="gloo", timeout=TIMEOUT)
+
+
+def _use_libraries() -> None:
+    """A little of everything: what the libraries allocate once is no engine's."""
+    Alone(CASES["tiny"]).step()
+    convolution = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    convolution(torch.randn(2, 3, 8, 8)).sum().backward()
 
 
 def _join() -> int:
@@ -141,6 +152,7 @@ def _before(deadline: float) -> bool:
 
 def _timed(engine: Engine) -> float:
     clear(engine)
+    gc.collect()  # what the engine before has left is not this one's to pay for
     dist.barrier()
     start = time.perf_counter()
     engine.step()

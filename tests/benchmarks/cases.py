@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from models.gpt import gpt
-from models.model import Model
+from models.model import Layer, Model
 from pipeline import partition
 from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.profile import profile_stages
 from pipeline.schedule.library import options_of
 from pipeline.training.plan import Plan, make_plan, microbatch_sizes
+from pipeline.training.schedule_choice import write_schedule
 from pipeline.training.settings import PartitionSettings, ScheduleSettings, Settings
 from tests.engine.harness import placement
 
@@ -64,7 +66,9 @@ class Case:
         return images, torch.randint(CLASSES, (self.batch_size,), generator=source)
 
 
-def _gpt(name: str, layers: int, width: int, heads: int, context: int, batch_size: int, microbatches: int = 8) -> Case:
+def gpt_case(
+    name: str, layers: int, width: int, heads: int, context: int, batch_size: int, microbatches: int = 8
+) -> Case:
     # not tied: what tied weights take comes after the step that is compared
     build = partial(
         gpt, layers=layers, width=width, heads=heads, context=context, vocabulary=VOCABULARY, tie_embeddings=False
@@ -85,18 +89,51 @@ def _resnet(depth: int, size: int, batch_size: int, microbatches: int = 8) -> Ca
 CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
-        _gpt("tiny", layers=4, width=32, heads=2, context=16, batch_size=8),
-        _gpt("small", layers=4, width=128, heads=4, context=128, batch_size=32),
-        _gpt("wide", layers=4, width=768, heads=12, context=128, batch_size=8),
+        gpt_case("tiny", layers=4, width=32, heads=2, context=16, batch_size=8),
+        gpt_case("small", layers=4, width=128, heads=4, context=128, batch_size=32),
+        gpt_case("wide", layers=4, width=768, heads=12, context=128, batch_size=8),
         _resnet(50, size=32, batch_size=32),
         _resnet(152, size=32, batch_size=16),
     )
 }
 
 
-def stages_per_rank(schedule: str) -> int:
-    """Two where the schedule leaves the choice or is a V, else one."""
-    return 2 if schedule == "zbv" or "stages_per_rank" in options_of(schedule) else 1
+class Scale(nn.Module):
+    """A multiplication: the least that a stage can do and still have something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape as it came in."""
+        return x * self.weight
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of the outputs as a loss."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """0-dim."""
+        return outputs.sum()
+
+    def weight(self, targets: Tensor) -> int:
+        """The number of samples."""
+        return len(targets)
+
+
+def _ones(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.detach().fill_(1)
+
+
+def _build_empty() -> Model:
+    layers = tuple(Layer(f"scale.{index}", Scale, f"scale.{index}.") for index in range(4))
+    return Model("empty", layers, Sum(), _ones)
+
+
+EMPTY = Case("empty", _build_empty, batch_size=8, microbatches=8, sample=(1, 1, 1))
+"""Four layers that do next to nothing, on one number a microbatch."""
 
 
 def layer_seconds(case: Case, repeats: int = 3) -> list[float]:
@@ -111,15 +148,18 @@ def layer_seconds(case: Case, repeats: int = 3) -> list[float]:
     return [layer.forward + layer.backward for layer in profiles]
 
 
-def plan_of(case: Case, schedule: str, seconds: Sequence[float], pp: int = 2) -> Plan:
-    """The plan of a real run, with the cut whose slowest stage is fastest."""
-    each = stages_per_rank(schedule)
-    settings = Settings(
-        pp=pp,
-        microbatches=case.microbatches,
-        batch_size=case.batch_size,
-        schedule=ScheduleSettings(schedule, each if "stages_per_rank" in options_of(schedule) else 1),
-        partition=PartitionSettings("manual", list(partition.bottleneck(seconds, pp * each))),
-    )
+def plan_of(
+    case: Case, schedule: str, seconds: Sequence[float], pp: int = 2, device: torch.device = CPU, **more: Any
+) -> Plan:
+    """The plan of a real run, with the cut whose slowest stage is fastest; two stages a rank where there is a choice.
+
+    Args:
+        seconds: each layer's.
+        more: settings that aren't the defaults.
+    """
+    chosen = ScheduleSettings(schedule, 2 if "stages_per_rank" in options_of(schedule) else 1)
+    settings = Settings(pp=pp, microbatches=case.microbatches, batch_size=case.batch_size, schedule=chosen, **more)
+    stages = write_schedule(settings).stages
+    settings.partition = PartitionSettings("manual", list(partition.bottleneck(seconds, stages)))
     settings.check()
-    return make_plan(settings, case.build(), case.inputs, CPU)
+    return make_plan(settings, case.build(), case.inputs, device)

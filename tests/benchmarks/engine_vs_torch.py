@@ -27,6 +27,7 @@ from tests.benchmarks.cases import CASES, TORCH_CLASSES, Case, layer_seconds, pl
 from tests.benchmarks.table import Row, geometric_mean, parser, publish, table
 
 PP = 2
+QUICK_MODELS = ("tiny", "small", "wide", "resnet50")
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv")
 
 
@@ -104,15 +105,15 @@ def summary(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     """Measure, print, and write to the file asked for."""
-    options_parser = parser(__doc__, quick="few rounds of half the batch, under 3 minutes on 2 cores")
-    options_parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    options_parser = parser(__doc__, quick="few rounds of half the batch, without resnet152: 3 minutes at most")
+    options_parser.add_argument("--models", nargs="+", choices=CASES, help="all by default")
     options_parser.add_argument("--schedules", nargs="+", choices=TORCH_CLASSES, default=SCHEDULES)
     options_parser.add_argument("--rounds", type=int, help="steps of each engine that are timed, at most")
     options = options_parser.parse_args(arguments)
     effort = QUICK if options.quick else FULL
     effort = replace(effort, rounds=options.rounds or effort.rounds)
     rows: list[Row] = []
-    for name in options.models:
+    for name in options.models or (QUICK_MODELS if options.quick else CASES):
         case = CASES[name].halved() if options.quick else CASES[name]
         found = compare(case, options.schedules, effort)
         print(table(found), flush=True)

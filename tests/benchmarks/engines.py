@@ -5,7 +5,6 @@ A step is forward and backward of every microbatch; gradients are added to what 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -16,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from models.model import Model
 from pipeline.engine.executor import Microbatches, run
 from pipeline.engine.materialize import materialize
+from pipeline.engine.stage import Placement
 from pipeline.engine.transport import Transport
 from pipeline.training.plan import Plan, split
 from pipeline.training.rank import Rank
@@ -23,6 +23,7 @@ from pipeline.training.settings import OptimizerSettings
 from tests.benchmarks.cases import CPU, TORCH_CLASSES, Case
 from tests.engine.harness import placement
 
+FP32_ON_CPU = placement(torch.float32)
 Parameters = Mapping[str, nn.Parameter]
 
 
@@ -41,22 +42,24 @@ class Engine(Protocol):
 class Ours:
     """What a training run does between two optimizer steps."""
 
-    def __init__(self, case: Case, plan: Plan, rank: int, transport: Transport) -> None:
+    def __init__(self, case: Case, plan: Plan, rank: int, transport: Transport, where: Placement = FP32_ON_CPU) -> None:
         model, (inputs, targets) = case.build(), case.batch()
-        self._rank = Rank(rank, plan, model, placement(torch.float32), transport, OptimizerSettings())
-        self._batch = Microbatches(
+        held = Rank(rank, plan, model, where, transport, OptimizerSettings())
+        self.executor = held.trainer
+        self.measure_activations = held.measure_activations
+        self.batch = Microbatches(
             step=0,
             sizes=plan.microbatch_sizes,
             inputs=split(inputs, plan.microbatch_sizes),
             targets=split(targets, plan.microbatch_sizes),
             weight=model.loss.weight(targets),
         )
-        self.parameters: Parameters = self._rank.parameters
+        self.parameters: Parameters = held.parameters
         self.loss: Tensor | None = None
 
     def step(self) -> None:
         """The executor's step."""
-        (result,) = run([self._rank.trainer], [self._batch])
+        (result,) = run([self.executor], [self.batch])
         self.loss = result.loss
 
 
@@ -66,7 +69,7 @@ class Torch:
     def __init__(self, case: Case, plan: Plan, rank: int) -> None:
         model, (inputs, targets) = case.build(), case.batch()
         schedule, weight = plan.schedule, model.loss.weight(targets)
-        held = {stage: modules(model, plan.layers_of(stage)) for stage in schedule.stages_of(rank)}
+        held = {stage: modules(model, plan.layers_of(stage), FP32_ON_CPU) for stage in schedule.stages_of(rank)}
         stages = [
             PipelineStage(nn.Sequential(*layers.values()), stage, schedule.stages, CPU)
             for stage, layers in held.items()
@@ -93,30 +96,31 @@ class Torch:
 class Alone:
     """The whole model in one process: a loop over the microbatches."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, where: Placement = FP32_ON_CPU) -> None:
         model, (inputs, targets) = case.build(), case.batch()
-        layers = modules(model, range(len(model.layers)))
-        self._model, self._whole = model, nn.Sequential(*layers.values())
+        layers = modules(model, range(len(model.layers)), where)
+        self._model, self._whole, self._where = model, nn.Sequential(*layers.values()), where
         self._weight = model.loss.weight(targets)
-        self._microbatches = list(
-            zip(inputs.tensor_split(case.microbatches), targets.tensor_split(case.microbatches), strict=True)
-        )
+        self._inputs, self._targets = inputs.tensor_split(case.microbatches), targets.tensor_split(case.microbatches)
         self.parameters: Parameters = dict(named(model, layers))
         self.loss: Tensor | None = None
 
-    def step(self, microbatches: int | None = None) -> None:
-        """The first few microbatches, or all."""
+    def step(self) -> None:
+        """A forward and a backward after the other."""
         losses = []
-        for inputs, targets in self._microbatches[:microbatches]:
-            loss = self._model.loss(self._whole(inputs), targets) / self._weight
+        for inputs, targets in zip(self._inputs, self._targets, strict=True):
+            inputs, targets = inputs.to(self._where.device), targets.to(self._where.device)
+            with self._where.autocast():
+                loss = self._model.loss(self._whole(inputs), targets) / self._weight
             loss.backward()
             losses.append(loss.detach())
         self.loss = torch.stack(losses).sum()
 
 
-def modules(model: Model, layers: Iterable[int]) -> dict[int, nn.Module]:
+def modules(model: Model, layers: Iterable[int], where: Placement) -> dict[int, nn.Module]:
     """Layers by index, with the starting weights that they have in every run."""
-    return {index: materialize(model, model.layers[index], device=CPU, dtype=torch.float32, seed=0) for index in layers}
+    place = {"device": where.device, "dtype": where.dtype, "seed": where.seed}
+    return {index: materialize(model, model.layers[index], **place) for index in layers}
 
 
 def named(model: Model, layers: Mapping[int, nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
@@ -126,10 +130,9 @@ def named(model: Model, layers: Mapping[int, nn.Module]) -> Iterable[tuple[str, 
 
 
 def clear(engine: Engine) -> None:
-    """Drop the gradients, and what Python has not yet found to be garbage: it is not the next step's to pay for."""
+    """Drop the gradients."""
     for parameter in engine.parameters.values():
         parameter.grad = None
-    gc.collect()
 
 
 def error(found: Engine, expected: Engine) -> float:

@@ -22,6 +22,11 @@ def parser(description: str | None, quick: str) -> argparse.ArgumentParser:
 def publish(rows: Sequence[Row], file: Path | None) -> None:
     """Print the rows, and write them to the file asked for."""
     print(table(rows), flush=True)
+    write(rows, file)
+
+
+def write(rows: Sequence[Row], file: Path | None) -> None:
+    """As JSON, to the file asked for."""
     if file is not None:
         file.write_text(json.dumps(rows, indent=2) + "\n")
 
