@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from pipeline.engine.compilation import Compiler
 from pipeline.engine.profile import profile_stages
 from tests.engine.harness import placement
 from tests.engine.samples import chain, small_gpt, text, vectors
@@ -36,3 +37,12 @@ def test_a_stage_without_gradients_is_profiled_too():
     model = chain([nn.Identity, LINEAR], loss=Total())
     first, _ = profile_stages(model, (1, 1), placement(), inputs, targets, repeats=1)
     assert first.weight_gradient_bytes == 0
+
+
+def test_compiled_stages_are_profiled_as_they_run():
+    inputs, targets = vectors(SAMPLES)
+    model, where = chain([LINEAR] * 4, loss=Total()), placement(compiler=Compiler("aot_eager"))
+    first, _ = profile_stages(model, (2, 2), where, inputs, targets, repeats=1)
+    assert first.activation_bytes == 3 * TENSOR
+    assert first.weight_gradient_bytes == 4 * TENSOR
+    assert first.backward_weight > 0
