@@ -108,7 +108,7 @@ def test_the_fused_step_is_the_plain_one(name, dtype):
     for group in plain.param_groups:
         group["fused"], group["foreach"] = False, False
     assert [group["fused"] for group in fused.param_groups] == [True, True]
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    tolerance = 5e-2 if dtype == torch.bfloat16 else 1e-6
     for found, expected in zip(trained(fused, ours), trained(plain, theirs), strict=True):
         assert_close("parameter", found, expected, tolerance)
 
