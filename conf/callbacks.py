@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from conf.schema import is_recording_rank
+from pipeline.training.failures import RunFailure
 
 _log = logging.getLogger(__name__)
 _FILE = "status.json"
@@ -44,7 +45,7 @@ class JobStatus(Callback):
             _write_status(Path(hydra.runtime.output_dir), hydra.job.num if sweeping else 0, job_return, error)
         if error is None:
             return
-        if is_recording_rank() or not isinstance(error, BadInput):
+        if not _told_elsewhere(error):
             _show(error)
         if not sweeping:
             raise SystemExit(2 if isinstance(error, BadInput) else 1)
@@ -96,7 +97,14 @@ def _compare_plans(sweep: Path) -> None:
     print(f"makespan against memory: {pictures[0]}")
 
 
+def _told_elsewhere(error: BaseException) -> bool:
+    """Whether another rank of an outer launcher says it: what they all say is rank 0's to say."""
+    if isinstance(error, BadInput):
+        return not is_recording_rank()
+    return isinstance(error, RunFailure) and error.told
+
+
 def _show(error: BaseException) -> None:
     """On the terminal and in the log, once: one line for bad input, a rank's failure as it was reported, else all."""
-    told = isinstance(error, BadInput) or type(error).__name__ == "RankFailure"
-    _log.error("%s", error, exc_info=None if told and "HYDRA_FULL_ERROR" not in os.environ else error)
+    complete = isinstance(error, BadInput | RunFailure)
+    _log.error("%s", error, exc_info=None if complete and "HYDRA_FULL_ERROR" not in os.environ else error)

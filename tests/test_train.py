@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from pipeline.engine.executor import ActionError
 from pipeline.training import job as job_module
 from pipeline.training import rendezvous
-from pipeline.training.launch import RankFailure
+from pipeline.training.failures import RankFailure
 from pipeline.training.recorder import Recorder, RunFacts
 from tests import command
 from tests.broken_model import failing_gpt

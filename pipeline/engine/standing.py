@@ -171,6 +171,9 @@ class SharedBoard(Board):
         buffer = self._memory.buf
         assert buffer is not None, "it was opened just now"
         super().__init__(buffer, ranks)
+        if name is None:
+            for rank in range(ranks):
+                self.marker(rank)  # from now on they are starting
 
     @property
     def name(self) -> str:

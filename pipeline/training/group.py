@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.engine.distributed import naming, new_group
+from pipeline.engine.standing import Board, Marker
 from pipeline.training import rendezvous
 
 T = TypeVar("T")
@@ -84,11 +85,22 @@ class DistributedGroup:
         tied: the sets of ranks that `sum_gradients` will be called for, the same on every rank.
         backend: "nccl" or "gloo"; gloo stages GPU tensors through the host.
         timeout: seconds a collective may take.
+        marker: shows that this rank waits for others while a collective goes on.
     """
 
-    def __init__(self, rank: int, size: int, *, tied: Sequence[tuple[int, ...]], backend: str, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        tied: Sequence[tuple[int, ...]],
+        backend: str,
+        timeout: float,
+        marker: Marker | None = None,
+    ) -> None:
         self._rank, self._size, self._backend = rank, size, backend
         self._meetings = 0
+        self._marker = marker or Board.in_memory(1).marker(0)
         self._control = new_group(range(size), "gloo", timeout)
         self._tied = {key: new_group(key, backend, timeout) for key in sorted(set(tied))}
 
@@ -106,7 +118,7 @@ class DistributedGroup:
         """An all-gather of one float64."""
         (value,) = values
         gathered = [torch.empty((), dtype=torch.float64) for _ in range(self._size)]
-        with naming(f"rank {self._rank} gathered a number from all ranks"):
+        with naming(f"rank {self._rank} gathered a number from all ranks"), self._marker.waiting():
             dist.all_gather(gathered, torch.tensor(value, dtype=torch.float64), group=self._control)
         return [entry.item() for entry in gathered]
 
@@ -114,7 +126,7 @@ class DistributedGroup:
         """An all-gather of a pickled object."""
         (value,) = values
         gathered: list[T] = [value] * self._size
-        with naming(f"rank {self._rank} gathered what all ranks report"):
+        with naming(f"rank {self._rank} gathered what all ranks report"), self._marker.waiting():
             dist.all_gather_object(gathered, value, group=self._control)
         return gathered
 
@@ -123,11 +135,12 @@ class DistributedGroup:
         self._meetings += 1
         store = rendezvous.shared_store()
         store.set(f"meeting {self._meetings}, rank {self._rank}", "here")
-        store.wait([f"meeting {self._meetings}, rank {rank}" for rank in range(self._size)], _PATIENCE)
+        with self._marker.waiting():
+            store.wait([f"meeting {self._meetings}, rank {rank}" for rank in range(self._size)], _PATIENCE)
 
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """An all-reduce among the ranks that hold a copy."""
-        with naming(f"rank {self._rank} summed tied gradients with ranks {list(key)}"):
+        with naming(f"rank {self._rank} summed tied gradients with ranks {list(key)}"), self._marker.waiting():
             self._sum(key, gradients)
 
     def _sum(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:

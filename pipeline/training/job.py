@@ -6,16 +6,18 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from pipeline.engine.model import Model
+from pipeline.engine.standing import Activity, Board, Marker, SharedBoard
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
 from pipeline.training.devices import Devices
+from pipeline.training.failures import RankFailure
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
 from pipeline.training.launch import launch
 from pipeline.training.placement import place
@@ -26,6 +28,8 @@ from pipeline.training.settings import Settings
 from pipeline.training.signals import sigterm_raises
 from pipeline.training.trainer import Data, Trainer
 from pipeline.training.transports import open_transport
+from pipeline.training.verdict import one_failure
+from pipeline.training.watch import Watch
 
 _log = logging.getLogger(__name__)
 
@@ -94,20 +98,27 @@ def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
         log_file: where local ranks log.
 
     Raises:
-        RankFailure: a rank of a local launch failed; all are gone.
-        Exception: whatever ended a rank in this process.
+        RankFailure: a rank failed, and where all ranks stood; all of a local launch are gone.
+        Exception: whatever ended the ranks of this process.
     """
-    with sigterm_raises(), _recorded(recorder) as report:
+    settings = job.settings
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sigterm_raises())
         if rendezvous.is_launched():
-            _train_here(job, report)
-        elif job.settings.launch == "in_process":
-            _train_in_process(job, report)
+            board = Board.in_memory(1)
+            report = stack.enter_context(_recorded(recorder, board))
+            stack.enter_context(one_failure(board, job.plan.programs, settings.timeout))
+            _train_here(job, board.marker(0), report)
+        elif settings.launch == "in_process":
+            board = Board.in_memory(settings.pp)
+            _train_in_process(job, board, stack.enter_context(_recorded(recorder, board)))
         else:
-            launch(_train_here, job, job.settings.pp, on_message=report, log_file=log_file)
+            shared = stack.enter_context(contextlib.closing(SharedBoard(settings.pp)))
+            _train_in_processes(job, shared, stack.enter_context(_recorded(recorder, shared)), log_file)
 
 
 @contextlib.contextmanager
-def _recorded(recorder: Recorder | None) -> Iterator[Report]:
+def _recorded(recorder: Recorder | None, board: Board) -> Iterator[Report]:
     if recorder is None:
         yield lambda message: None
         return
@@ -116,9 +127,9 @@ def _recorded(recorder: Recorder | None) -> Iterator[Report]:
         yield recorder
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        recorder.finish("interrupted" if interrupted else "failed", _describe(error))
+        recorder.finish("interrupted" if interrupted else "failed", _describe(error), steps_done=board.steps_done())
         raise
-    recorder.finish("finished")
+    recorder.finish("finished", steps_done=board.steps_done())
 
 
 def _describe(error: BaseException) -> str:
@@ -127,45 +138,77 @@ def _describe(error: BaseException) -> str:
         return "Ctrl-C"
     if isinstance(error, SystemExit):
         return "SIGTERM" if error.code == 128 + signal.SIGTERM else f"exit with status {error.code}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _train_here(job: Job, report: Report) -> None:
+def _train_in_processes(job: Job, board: SharedBoard, report: Report, log_file: Path) -> None:
+    """All ranks, in local processes that move their markers on the board."""
+    watch = Watch(board)
+    try:
+        launch(
+            _train_on_board,
+            (job, board.name),
+            job.settings.pp,
+            on_message=report,
+            on_start=watch.know,
+            on_failure=watch.look,
+            log_file=log_file,
+        )
+    except RankFailure as failure:
+        raise watch.explain(failure, job.plan.programs, job.settings.timeout) from None
+
+
+def _train_on_board(payload: tuple[Job, str], report: Report) -> None:
+    job, name = payload
+    board = SharedBoard(job.settings.pp, name)
+    _train_here(job, board.marker(rendezvous.rank()), report)
+
+
+def _train_here(job: Job, marker: Marker, report: Report) -> None:
     """One rank of several processes."""
     settings, number = job.settings, rendezvous.rank()
     device = job.devices.of(int(os.environ.get("LOCAL_RANK", number)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rendezvous.join(settings.timeout)
+    marker.enter(Activity.CONNECTING)
+    backend = job.devices.backend
     try:
-        group = DistributedGroup(
-            number,
-            settings.pp,
-            tied=list(job.plan.tied_ranks().values()),
-            backend=job.devices.backend,
-            timeout=settings.timeout,
-        )
-        backend, timeout = job.devices.backend, settings.timeout
-        transport = open_transport(job.plan, group, device, backend=backend, timeout=timeout, choice=settings.transport)
-        _train_ranks(job, [number], device, transport, group, report)
+        with marker.waiting():
+            rendezvous.join(settings.timeout)
+            group = DistributedGroup(
+                number,
+                settings.pp,
+                tied=list(job.plan.tied_ranks().values()),
+                backend=backend,
+                timeout=settings.timeout,
+                marker=marker,
+            )
+            transport = open_transport(
+                job.plan, group, device, backend=backend, timeout=settings.timeout, choice=settings.transport
+            )
+        marker.enter(Activity.STARTING)
+        _train_ranks(job, {number: marker}, device, transport, group, report)
     finally:
         rendezvous.leave()
 
 
-def _train_in_process(job: Job, report: Report) -> None:
+def _train_in_process(job: Job, board: Board, report: Report) -> None:
     """All ranks, taking turns."""
-    ranks = list(range(job.settings.pp))
-    _train_ranks(job, ranks, job.devices.of(0), InProcessTransport(), LocalGroup(job.settings.pp), report)
+    markers = {rank: board.marker(rank) for rank in range(job.settings.pp)}
+    _train_ranks(job, markers, job.devices.of(0), InProcessTransport(), LocalGroup(job.settings.pp), report)
 
 
 def _train_ranks(
-    job: Job, numbers: Sequence[int], device: torch.device, transport: Transport, group: Group, report: Report
+    job: Job, markers: Mapping[int, Marker], device: torch.device, transport: Transport, group: Group, report: Report
 ) -> None:
     settings, model = job.settings, job.build_model()
     placement = place(settings, device)
-    stages = ", ".join(map(str, sorted(stage for number in numbers for stage in job.plan.schedule.stages_of(number))))
+    stages = ", ".join(map(str, sorted(stage for number in markers for stage in job.plan.schedule.stages_of(number))))
     _log.info("this process holds %s %s, on %s", "stages" if "," in stages else "stage", stages, device)
-    ranks = [Rank(number, job.plan, model, placement, transport, settings.optimizer) for number in numbers]
+    ranks = [
+        Rank(number, job.plan, model, placement, transport, settings.optimizer, marker)
+        for number, marker in markers.items()
+    ]
     ends = any(rank.holds_first or rank.holds_last for rank in ranks)
     trainer = Trainer(
         settings,

@@ -8,7 +8,6 @@ parent ---- fork server (imports torch once) ---- rank 0, rank 1, ...
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from pipeline.training import rank_process
+from pipeline.training.failures import Cause, RankFailure, RunFailure
 from pipeline.training.inheritance import inheritable_start_method, inherited
 from pipeline.training.rank_process import Assignment, Kind, Report, Target
 from pipeline.training.signals import sigterm_raises, undisturbed
@@ -39,38 +39,6 @@ _starting = threading.Lock()
 _TERMINATE_SECONDS = 1.0  # between asking a rank to end and killing it
 _KILL_SECONDS = 5.0
 _EXIT_SECONDS = 10.0  # for a rank to leave after its work is done
-
-
-class RankFailure(RuntimeError):
-    """The one rank whose failure ended the job.
-
-    `reason` reads after the rank's name ("was killed by SIGKILL"), `details` is its traceback, or empty.
-    """
-
-    def __init__(self, rank: int, reason: str, details: str = "") -> None:
-        super().__init__(rank, reason, details)  # all of them, so that it survives pickling
-        self.rank = rank
-        self.reason = reason
-        self.details = details
-
-    def __str__(self) -> str:
-        if not self.details:
-            return f"rank {self.rank} {self.reason}"
-        # the traceback ends with the whole message: a grid in it needn't be shown twice
-        return f"rank {self.rank} {self.reason.splitlines()[0]}\n{self.details.rstrip()}"
-
-
-class _Likelihood(enum.IntEnum):
-    """How likely a failure is the cause and not a consequence; the value sorts, `patience` is in seconds."""
-
-    DIED = 0
-    RAISED = 1
-    LOST_PEER = 2
-
-    @property
-    def patience(self) -> float:
-        """How long a likelier cause may take to show up. A dead process is noticed later than its closed sockets."""
-        return (0.0, 0.5, 3.0)[self]
 
 
 @dataclass(frozen=True)
@@ -100,13 +68,16 @@ def launch(
     *,
     on_message: Callable[[Any], None],
     on_start: Callable[[tuple[int, ...]], None] | None = None,
+    on_failure: Callable[[], None] | None = None,
     log_file: Path | None = None,
 ) -> None:
     """Run `target(payload, send)` in `ranks` local processes that can `rendezvous.join`; return when all ended well.
 
-    `send(object)` delivers to `on_message` here, in order for each rank. `on_start` gets the process ids by rank.
-    Ranks log into `log_file`. Target and payload are pickled: functions and classes by the name they are imported by.
-    Raises RankFailure when a rank raises, exits or is killed, after ending the others; ValueError for bad arguments.
+    `send(object)` delivers to `on_message` here, in order for each rank. `on_start` gets the process ids by rank,
+    `on_failure` is called once, at the first sign of a failure, while the other ranks are still there. Ranks log into
+    `log_file`. Target and payload are pickled: functions and classes by the name they are imported by.
+    Raises RankFailure when a rank raises, exits or is killed, after ending the others, a RunFailure as the rank raised
+    it; ValueError for bad arguments.
     On KeyboardInterrupt, SIGTERM (SystemExit 143) or any other way out no rank is left.
     """
     if ranks < 1:
@@ -114,7 +85,7 @@ def launch(
     work = _pickled(target, payload)
     with sigterm_raises():
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        job = _Job(on_message)
+        job = _Job(on_message, on_failure)
         try:
             job.start([_assignment(rank, ranks, store.port, log_file, work) for rank in range(ranks)])
             if on_start is not None:
@@ -129,13 +100,15 @@ def launch(
 class _Job:
     """The ranks of one launch and what is known of them."""
 
-    def __init__(self, on_message: Callable[[Any], None]) -> None:
+    def __init__(self, on_message: Callable[[Any], None], on_failure: Callable[[], None] | None) -> None:
         self._on_message = on_message
+        self._on_failure = on_failure
         self._events: _Events = queue.SimpleQueue()
         self._members: list[_Member] = []
         self._running: set[int] = set()
         self._done: set[int] = set()
-        self._failures: list[tuple[_Likelihood, RankFailure]] = []
+        self._failures: list[tuple[Cause, RunFailure]] = []
+        self._failed_ranks: set[int] = set()
         self._deadline: float | None = None
 
     @property
@@ -194,22 +167,27 @@ class _Job:
                 self._wait_at_most(_EXIT_SECONDS)
         else:
             report: Report = pickle.loads(event[1:])
-            likelihood = _Likelihood.LOST_PEER if report.lost_peer else _Likelihood.RAISED
-            self._failed(likelihood, RankFailure(rank, f"raised {report.reason}", report.details))
+            self._failed(rank, report.cause, report.failure or _raised(rank, report))
 
     def _ended(self, rank: int, code: int) -> None:
         self._running.discard(rank)
-        reported = any(failure.rank == rank for _, failure in self._failures)
-        if not reported and (code != 0 or rank not in self._done):
-            self._failed(_Likelihood.DIED, RankFailure(rank, _describe_exit(code)))
+        if rank not in self._failed_ranks and (code != 0 or rank not in self._done):
+            self._failed(rank, Cause.DIED, RankFailure(rank, _describe_exit(code), cause=Cause.DIED))
 
-    def _failed(self, likelihood: _Likelihood, failure: RankFailure) -> None:
-        self._failures.append((likelihood, failure))
-        self._wait_at_most(likelihood.patience)
+    def _failed(self, rank: int, cause: Cause, failure: RunFailure) -> None:
+        if self._on_failure is not None and not self._failures:
+            self._on_failure()
+        self._failures.append((cause, failure))
+        self._failed_ranks.add(rank)
+        self._wait_at_most(cause.patience)
 
     def _wait_at_most(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+
+def _raised(rank: int, report: Report) -> RankFailure:
+    return RankFailure(rank, f"raised {report.reason}", report.details, report.cause)
 
 
 def _pickled(target: Target, payload: object) -> bytes:

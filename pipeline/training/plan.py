@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline import partition
 from pipeline.engine.boundary import TensorSpec, boundaries
 from pipeline.engine.model import Model
+from pipeline.engine.standing import Activity
 from pipeline.schedule.costs import Costs
 from pipeline.schedule.library import forward_only
 from pipeline.schedule.lowering import lower
@@ -50,6 +51,11 @@ class Plan:
     microbatch_sizes: tuple[int, ...]
     predicted: Simulation
     """The program under nominal costs: F=1 and B=2 a stage (divided by the stages a rank holds), R=F, no transfer."""
+
+    @property
+    def programs(self) -> dict[Activity, Schedule]:
+        """What the executors run, by what a rank does meanwhile."""
+        return {Activity.TRAINING: self.program, Activity.EVALUATING: self.evaluation}
 
     @property
     def parameters(self) -> int:

@@ -17,6 +17,7 @@ from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
 
+from pipeline.training.failures import Cause, RunFailure
 from pipeline.training.rank_logging import SHOWN_BY_LAUNCHER, log_as_rank
 
 Send = Callable[[object], None]
@@ -64,11 +65,15 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's account of its exception: `reason` one line or few, `details` the traceback."""
+    """A rank's account of its exception: `reason` one line or few, `details` the traceback.
+
+    `failure` is the exception itself if it says all by itself.
+    """
 
     reason: str
     details: str
-    lost_peer: bool
+    cause: Cause
+    failure: RunFailure | None
 
 
 def run(assignment: Assignment, pipe: connection.Connection) -> None:
@@ -161,14 +166,20 @@ def _sender(pipe: connection.Connection) -> Send:
     return send
 
 
-def _fail(error: BaseException, pipe: connection.Connection) -> None:
-    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without `run`
+def account(error: BaseException) -> Report:
+    """What there is to say of an exception, without the frame that caught it."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
     details = "".join(traceback.format_exception(type(error), error, frames))
     # our own errors speak for themselves: the path of their class says nothing to a user
     reason = "".join(traceback.format_exception_only(error)).strip().removeprefix(f"{type(error).__module__}.")
-    report = Report(reason, details, lost_peer(error))
+    cause = Cause.LOST_PEER if lost_peer(error) else Cause.RAISED
+    return Report(reason, details, cause, error if isinstance(error, RunFailure) else None)
+
+
+def _fail(error: BaseException, pipe: connection.Connection) -> None:
+    report = account(error)
     pipe.send_bytes(Kind.FAILURE.value + pickle.dumps(report))
-    _log.error("failed\n%s", details, extra={SHOWN_BY_LAUNCHER: True})
+    _log.error("failed\n%s", report.details, extra={SHOWN_BY_LAUNCHER: True})
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -105,14 +105,19 @@ class Recorder:
             case _:
                 raise TypeError(f"a recorder takes the messages of pipeline/training/messages.py, not {message!r}")
 
-    def finish(self, status: Status, error: str | None = None) -> dict[str, object]:
-        """Write summary.json and the timeline, finish the sinks; returns the summary. A second call changes nothing."""
+    def finish(self, status: Status, error: str | None = None, *, steps_done: int | None = None) -> dict[str, object]:
+        """Write summary.json and the timeline, finish the sinks; returns the summary. A second call changes nothing.
+
+        `steps_done`: finished steps; None where nobody counted them: the last one that was logged.
+        """
         if self._summary is not None:
             return self._summary
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
-        self._summary = summary = {key: plain(value) for key, value in self._summarize(status, error).items()}
+        self._summary = summary = {
+            key: plain(value) for key, value in self._summarize(status, error, steps_done).items()
+        }
         # The figures come after the numbers: a picture that fails must not cost them.
         write_json(self.directory / "summary.json", summary)
         figure = self._draw_timeline()
@@ -135,7 +140,7 @@ class Recorder:
         seconds = round(time.perf_counter() - self._started, 3)
         self._metrics.write(json.dumps(plain({**row, "seconds": seconds}), allow_nan=False) + "\n")
 
-    def _summarize(self, status: Status, error: str | None) -> dict[str, object]:
+    def _summarize(self, status: Status, error: str | None, steps_done: int | None) -> dict[str, object]:
         facts = self.facts
         return {
             "status": status,
@@ -146,12 +151,15 @@ class Recorder:
             "microbatches": facts.microbatches,
             "batch_size": facts.batch_size,
             "steps": facts.steps,
-            "steps_done": self._steps[-1].step if self._steps else 0,
+            "steps_done": self._logged_steps() if steps_done is None else steps_done,
             **self._results(),
             "bubble_predicted": facts.bubble_predicted,
             "parameters": facts.parameters,
             "ranks": [asdict(self._ranks[rank]) for rank in sorted(self._ranks)],
         }
+
+    def _logged_steps(self) -> int:
+        return self._steps[-1].step if self._steps else 0
 
     def _results(self) -> dict[str, object]:
         """The measured part: as the ranks say at a good end, else from the steps logged before the bad one."""

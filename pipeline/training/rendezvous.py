@@ -40,14 +40,24 @@ def shared_store() -> Store:
     A client of the launcher's store where there is one (TORCHELASTIC_USE_AGENT_STORE=True: our launcher, torchrun);
     otherwise rank 0 hosts it on MASTER_PORT. Raises ValueError when that port is taken.
     """
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     hosts = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_START_TIMEOUT)
+        return _open_store(hosts)
     except dist.DistNetworkError as error:
         if not hosts:
             raise
+        port = os.environ["MASTER_PORT"]
         raise ValueError(f"rank 0 cannot listen on MASTER_PORT ({port}): it is in use, use another port") from error
+
+
+def new_store() -> Store:
+    """Another connection to `shared_store`, for a thread: one that waits for a key keeps its connection busy."""
+    return _open_store(hosts=False)
+
+
+def _open_store(hosts: bool) -> Store:
+    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    store = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=_START_TIMEOUT)
     # The agent's store outlives a restart of the ranks, and what the attempt before wrote must not be read again.
     return PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -70,14 +80,22 @@ def _ask(name: str, choose: Callable[[], str]) -> str:
 
 
 def join(timeout: float, backend: str = "gloo") -> None:
-    """Initialize torch.distributed's default process group over the shared store.
+    """Initialize torch.distributed's default process group over the shared store, once every rank has got here.
 
     `timeout`: seconds that an operation may wait for another rank. Raises ValueError unless it is above 0.
     """
     if timeout <= 0:
         raise ValueError(f"timeout ({timeout}) must be above 0 seconds: use 300, say")
-    limit = max(timedelta(seconds=timeout), _START_TIMEOUT)
+    limit = timedelta(seconds=timeout)
+    _meet(max(limit, _START_TIMEOUT))
     dist.init_process_group(backend, store=shared_store(), rank=rank(), world_size=world_size(), timeout=limit)
+
+
+def _meet(limit: timedelta) -> None:
+    """Wait until every rank has started: that may take longer than anything that it does with others afterwards."""
+    store = shared_store()
+    store.set(f"here/{rank()}", "")
+    store.wait([f"here/{other}" for other in range(world_size())], limit)
 
 
 def leave() -> None:

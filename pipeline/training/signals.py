@@ -34,6 +34,13 @@ def sigterm_raises() -> contextlib.AbstractContextManager[None]:
     return _handlers(_raise_exit, signal.SIGTERM)
 
 
+def deaf() -> None:
+    """For the end of a rank whose launcher signals the others once one is gone: it kills who takes too long."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def undisturbed() -> contextlib.AbstractContextManager[None]:
     """For the ending of the ranks, which a second Ctrl-C must not leave half done."""
     return _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Loss
+from pipeline.engine.standing import Activity
 from pipeline.training import gradients
+from pipeline.training.failures import NonFiniteError
 from pipeline.training.group import Group
 from pipeline.training.measurement import Measurement
 from pipeline.training.messages import StepMetrics, ValidationMetrics
@@ -53,10 +55,6 @@ class Data(Protocol):
     @property
     def units_per_sample(self) -> int:
         """Tokens in a sample of text, else 1."""
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient is infinite or not a number."""
 
 
 class Trainer:
@@ -121,9 +119,11 @@ class Trainer:
             last = step + 1 == settings.steps
             if settings.validate_every and (last or (step + 1) % settings.validate_every == 0):
                 validation_loss = self.validate(step + 1)
+        self._enter(Activity.REPORTING)
         finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began)
         if self._reports:
             self._report(finished)
+        self._enter(Activity.DONE)
 
     def _compile(self) -> None:
         """Compile before anybody waits for a message."""
@@ -138,7 +138,9 @@ class Trainer:
         losses = []
         for index in range(self._validation_batches):
             batch = self._batch(index, validation=True)
-            losses.append(self._total_loss(run([rank.evaluator for rank in self.ranks], [batch] * len(self.ranks))))
+            results = run([rank.evaluator for rank in self.ranks], [batch] * len(self.ranks))
+            self._enter(Activity.LOGGING)
+            losses.append(self._total_loss(results))
         loss = sum(losses) / len(losses)
         if self._reports:
             self._report(ValidationMetrics(step, loss))
@@ -155,6 +157,7 @@ class Trainer:
 
     def _batch(self, index: int, validation: bool = False) -> Microbatches:
         """The batch as the local ranks need it: stages that take no input load none."""
+        self._enter(Activity.LOADING, index)
         first, last = (any(getattr(rank, end) for rank in self.ranks) for end in ("holds_first", "holds_last"))
         part = None if self._data is None else self._data.validation if validation else self._data.train
         inputs = part.inputs(index) if part is not None and first else None
@@ -171,10 +174,13 @@ class Trainer:
 
     def _update(self, step: int) -> tuple[float, bool]:
         """Sum tied gradients, take the norm, clip, step the optimizers. The norm, and whether the step was skipped."""
+        self._enter(Activity.SUMMING_TIED)
         parameters = {rank.rank: rank.parameters for rank in self.ranks}
         gradients.sum_tied_gradients(parameters, self.plan.tied, self._tied_ranks, self._group)
+        self._enter(Activity.TAKING_NORM)
         counted = {rank.rank: rank.counted_gradients(self._tied_ranks) for rank in self.ranks}
         norm = gradients.global_norm(counted, self._group) / self._scale.value
+        self._enter(Activity.UPDATING)
         overflow = not math.isfinite(norm)
         if overflow and not self._scale.can_shrink:
             raise NonFiniteError(f"the gradient's norm is {norm} at step {step + 1}: lower optimizer.learning_rate")
@@ -182,6 +188,7 @@ class Trainer:
             self._step_optimizers(step, self._factor(norm))
         for rank in self.ranks:
             rank.clear_gradients()
+            rank.marker.finish_step()
         self._scale.update(overflow=overflow)
         return norm, overflow
 
@@ -203,6 +210,7 @@ class Trainer:
         return sum(self._group.gather_floats(shares))
 
     def _log_step(self, step: int, results: Sequence[StepResult], norm: float, skipped: bool, seconds: float) -> float:
+        self._enter(Activity.LOGGING)
         loss = self._total_loss(results)
         if not math.isfinite(loss) and not self._scale.dynamic:
             raise NonFiniteError(f"the loss is {loss} at step {step + 1}: lower optimizer.learning_rate")
@@ -223,6 +231,10 @@ class Trainer:
                 )
             )
         return loss
+
+    def _enter(self, activity: Activity, step: int | None = None) -> None:
+        for rank in self.ranks:
+            rank.marker.enter(activity, step)
 
     def _tokens(self, samples: float) -> float | None:
         if self._data is None or self._data.kind != "text":

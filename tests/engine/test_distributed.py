@@ -16,7 +16,8 @@ from pipeline.engine.transport import PeerError
 from pipeline.schedule.library import interleaved_1f1b, one_f_one_b
 from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Channel
-from pipeline.training.launch import RankFailure, launch
+from pipeline.training.failures import RankFailure
+from pipeline.training.launch import launch
 from pipeline.training.plan import make_plan
 from pipeline.training.precision import autocast, parameter_dtype
 from tests.engine import distributed_targets as targets

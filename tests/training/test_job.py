@@ -12,8 +12,8 @@ from torch import nn
 from models.gpt import gpt
 from pipeline.engine.boundary import TensorSpec
 from pipeline.training.devices import Devices
+from pipeline.training.failures import RankFailure
 from pipeline.training.job import Job, check_launch, train
-from pipeline.training.launch import RankFailure
 from pipeline.training.messages import Finished, StepMetrics, ValidationMetrics
 from pipeline.training.plan import make_plan
 from pipeline.training.settings import CostsSettings

@@ -19,7 +19,8 @@ import torch
 
 from pipeline.training import launch as launch_module
 from pipeline.training import rendezvous
-from pipeline.training.launch import RankFailure, launch
+from pipeline.training.failures import RankFailure
+from pipeline.training.launch import launch
 from pipeline.training.rank_process import lost_peer
 from tests.training import launch_targets as targets
 

@@ -1,0 +1,186 @@
+"""Where every rank stood when a run ended, in words: at which action, for which message, and whose turn it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.engine.standing import Activity, Standing
+from pipeline.schedule.actions import Action
+from pipeline.schedule.errors import Place
+from pipeline.schedule.grid import grid
+from pipeline.schedule.schedule import Message, Schedule, message, takes
+from pipeline.training.failures import Cause, RankFailure
+
+_WIDTH = 120
+
+_WORDS = {
+    Activity.STARTING: "starting",
+    Activity.CONNECTING: "connecting to the other ranks",
+    Activity.LOADING: "loading batch {number}",
+    Activity.SUMMING_TIED: "summing the tied gradients of step {number}",
+    Activity.TAKING_NORM: "taking the gradient's norm of step {number}",
+    Activity.UPDATING: "updating the weights of step {number}",
+    Activity.LOGGING: "gathering a loss",
+    Activity.REPORTING: "gathering what was measured",
+    Activity.DONE: "done",
+}
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """All ranks at one moment.
+
+    Args:
+        programs: what they run, by activity.
+        standings: by rank; None for a rank that gave no sign of life.
+        timeout: seconds that a message may take.
+        ends: of ranks that are at an end or can't go on, how, to be read after "rank 1": "was killed by SIGKILL".
+    """
+
+    programs: Mapping[Activity, Schedule]
+    standings: Sequence[Standing | None]
+    timeout: float
+    ends: Mapping[int, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """A line a rank, and the grid of the program that the last of them is in, with their places marked."""
+        lines = [f"rank {rank:>{len(str(len(self.standings) - 1))}}  {line}" for rank, line in enumerate(self._lines())]
+        drawn = self._grid()
+        return "\n".join(lines if drawn is None else [*lines, drawn])
+
+    def blamed(self) -> tuple[int, str]:
+        """Whose turn it was, and a sentence about it that reads after "rank 1".
+
+        In a chain of waiting ranks it is the one that waits for nobody: stopped, busy, or silent. Where all wait, it
+        is the one whose message was sent, and so got lost or has another size than was expected.
+        """
+        silent = [rank for rank, standing in enumerate(self.standings) if standing is None]
+        stopped = [rank for rank in sorted(self.ends) if rank not in silent]
+        present = [(rank, standing) for rank, standing in enumerate(self.standings) if standing is not None]
+        busy = [rank for rank, standing in present if not standing.waiting and standing.activity is not Activity.DONE]
+        unserved = [rank for rank, standing in present if self._unserved(rank, standing)]
+        first = next((group for group in (silent, stopped, busy, unserved) if group), [])
+        if not first:
+            return 0, f"waits, as every rank does: {self._line(0)}"
+        sentences = [self._sentence(rank) for rank in first]
+        return first[0], "; ".join(
+            [sentences[0], *(f"rank {r} {s}" for r, s in zip(first[1:], sentences[1:], strict=True))]
+        )
+
+    def _sentence(self, rank: int) -> str:
+        standing = self.standings[rank]
+        if standing is None:
+            return "gives no sign"
+        been = f"has been {self._where(rank, standing)} for {_seconds(standing)}"
+        if rank in self.ends:
+            return f"{self.ends[rank]}; it {been}"
+        unserved = self._unserved(rank, standing)
+        if unserved:
+            return f"{been}, though what it waits for has been sent: {unserved[0]}"
+        return f"{been} and waits for no message: if it is only slow, use a timeout above {self.timeout:g}"
+
+    def _lines(self) -> Iterator[str]:
+        return (self._line(rank) for rank in range(len(self.standings)))
+
+    def _line(self, rank: int) -> str:
+        standing = self.standings[rank]
+        if standing is None:
+            return "gives no sign"
+        line = f"{self._where(rank, standing)} for {_seconds(standing)}: {self._waits(rank, standing)}"
+        return f"{line}; {self.ends[rank]}" if rank in self.ends else line
+
+    def _where(self, rank: int, standing: Standing) -> str:
+        """What reads after "has been"."""
+        number = standing.step + 1
+        if not standing.activity.runs_program:
+            return _WORDS[standing.activity].format(number=number)
+        what = f"step {number}" if standing.activity is Activity.TRAINING else f"validation batch {number}"
+        action = self._action(rank, standing)
+        return f"at the end of {what}" if action is None else f"at {action} of {what}"
+
+    def _waits(self, rank: int, standing: Standing) -> str:
+        if not standing.waiting:
+            return "waits for no message"
+        if not standing.activity.runs_program:
+            return "waits for the other ranks"
+        if self._action(rank, standing) is None:
+            return "waits until what it sent is taken"
+        messages = self._messages(rank, standing)
+        return f"waits for {' and '.join(self._awaited(moved, standing) for moved in messages)}"
+
+    def _awaited(self, moved: Message, receiver: Standing) -> str:
+        sender = self.programs[receiver.activity].stage_to_rank[moved.source_stage]
+        standing = self.standings[sender]
+        text = f"{moved}, from rank {sender}, which"
+        if standing is None:
+            return f"{text} gives no sign"
+        if self._has_sent(moved, receiver):
+            return f"{text} has sent it"
+        return f"{text} has not sent it (it is {self._where(sender, standing)})"
+
+    def _action(self, rank: int, standing: Standing) -> Action | None:
+        """The action a rank is at; None outside its program's row."""
+        if not standing.activity.runs_program:
+            return None
+        row = self.programs[standing.activity].rows[rank]
+        return row[standing.position] if standing.position < len(row) else None
+
+    def _messages(self, rank: int, standing: Standing) -> list[Message]:
+        """What the rank may be waiting for: of its action's messages those that come from other ranks."""
+        action = self._action(rank, standing)
+        if not standing.waiting or action is None:
+            return []
+        program = self.programs[standing.activity]
+        taken = [takes(part, program.stages) for part in action.compute]
+        return [moved for moved in taken if moved is not None and program.stage_to_rank[moved.source_stage] != rank]
+
+    def _has_sent(self, moved: Message, receiver: Standing) -> bool:
+        program = self.programs[receiver.activity]
+        sender = program.stage_to_rank[moved.source_stage]
+        standing = self.standings[sender]
+        row = enumerate(program.rows[sender])
+        at = next((i for i, action in row if action.type.is_send and message(action) == moved), None)
+        return standing is not None and at is not None and (standing.lap, standing.position) > (receiver.lap, at)
+
+    def _unserved(self, rank: int, standing: Standing) -> list[str]:
+        """The messages that the rank waits for, if all of them have been sent."""
+        messages = self._messages(rank, standing)
+        if not all(self._has_sent(moved, standing) for moved in messages):
+            return []
+        return [f"{self._awaited(moved, standing)}" for moved in messages]
+
+    def _grid(self) -> str | None:
+        inside = [(rank, s) for rank, s in enumerate(self.standings) if s is not None and s.activity.runs_program]
+        if not inside:
+            return None
+        last = min((standing for _, standing in inside), key=lambda standing: standing.lap)
+        program = self.programs[last.activity]
+        marks = {_drawn(program, rank, standing.position) for rank, standing in inside if standing.lap == last.lap}
+        return grid(program, mark=marks - {None}, width=_WIDTH)  # type: ignore[arg-type]
+
+
+def explained(failure: RankFailure, report: HangReport) -> RankFailure:
+    """The failure with where every rank stood; of a message that did not come, the rank whose turn it was."""
+    if failure.cause is not Cause.LOST_PEER:
+        return RankFailure(failure.rank, failure.reason, f"{_details(failure)}{report.text()}", failure.cause)
+    rank, sentence = report.blamed()
+    noticed = f"rank {failure.rank} {failure.reason.splitlines()[0]}"
+    return RankFailure(rank, sentence, f"{noticed}\n{report.text()}", failure.cause)
+
+
+def _details(failure: RankFailure) -> str:
+    """The traceback; of a grid in the message, which shows one rank's place, nothing: all are shown below."""
+    _, _, shown = failure.reason.partition("\n")
+    details = failure.details.rstrip()
+    return f"{details.removesuffix(shown).rstrip()}\n" if details else ""
+
+
+def _drawn(program: Schedule, rank: int, position: int) -> Place | None:
+    """The place to mark: a grid shows compute actions alone, so a send or receive is shown by the next of them."""
+    row = program.rows[rank]
+    return next(((rank, at) for at in range(position, len(row)) if row[at].type.is_compute), None)
+
+
+def _seconds(standing: Standing) -> str:
+    return f"{standing.seconds:.0f} s" if standing.seconds >= 10 else f"{standing.seconds:.1f} s"
