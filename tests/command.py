@@ -54,7 +54,7 @@ def environment(folder: Path) -> dict[str, str]:
     dropped = ("WANDB", "NETRC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "HYDRA")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     nobody = {"NETRC": str(folder / ".netrc"), "WANDB_CONFIG_DIR": str(folder / ".wandb")}
-    return kept | nobody | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    return kept | nobody | {"OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
 
 
 def train(folder: Path, *arguments: str, launcher: Sequence[str] = (), named: bool = True) -> Ran:
@@ -90,9 +90,15 @@ def started(
     places = [f"hydra.run.dir={folder / 'run'}", f"hydra.sweep.dir={folder / 'run'}"]
     flags = [argument for argument in arguments if argument.startswith("-")]
     overrides = [*(places if named else ()), *TINY, *(argument for argument in arguments if argument not in flags)]
-    command = [sys.executable, *launcher, str(ROOT / "train.py"), *flags, *overrides]
+    with launched([*launcher, str(ROOT / "train.py"), *flags, *overrides], folder) as process:
+        yield process
+
+
+@contextmanager
+def launched(arguments: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Python with these arguments, run as `started` does."""
     process = subprocess.Popen(
-        command,
+        [sys.executable, *arguments],
         cwd=folder,
         env=environment(folder),
         stdin=subprocess.DEVNULL,
@@ -142,9 +148,9 @@ class Ended(Ran):
     left: set[int]
 
 
-def disturbed(folder: Path, disturb: Any, *arguments: str) -> Ended:
+def disturbed(folder: Path, disturb: Any, *arguments: str, launcher: Sequence[str] = ()) -> Ended:
     """Start an endless run, wait for a step, call `disturb(process)`, and see how the run ends."""
-    with started(folder, "steps=1000000", *arguments) as process:
+    with started(folder, "steps=1000000", *arguments, launcher=launcher) as process:
         wait_for_steps(process, folder / "run")
         everything = descendants(process.pid)
         began = time.monotonic()

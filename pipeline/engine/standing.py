@@ -73,6 +73,7 @@ class Marker:
         self._lap = 0
         self._position = BEYOND
         self._steps_done = 0
+        self._waits = False
         self.move(BEYOND)
 
     def begin(self, activity: Activity, step: int) -> None:
@@ -111,9 +112,11 @@ class Marker:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The rank waits for others inside. An exception leaves it marked so: that is where it stood."""
+        outside, self._waits = self._waits, True
         self.move(self._position, waiting=True)
         yield
-        self.move(self._position)
+        self._waits = outside
+        self.move(self._position, waiting=outside)
 
 
 class Board:

@@ -57,16 +57,27 @@ class HangReport:
         """
         silent = [rank for rank, standing in enumerate(self.standings) if standing is None]
         stopped = [rank for rank in sorted(self.ends) if rank not in silent]
-        present = [(rank, standing) for rank, standing in enumerate(self.standings) if standing is not None]
-        busy = [rank for rank, standing in present if not standing.waiting and standing.activity is not Activity.DONE]
-        unserved = [rank for rank, standing in present if self._unserved(rank, standing)]
-        first = next((group for group in (silent, stopped, busy, unserved) if group), [])
-        if not first:
-            return 0, f"waits, as every rank does: {self._line(0)}"
-        sentences = [self._sentence(rank) for rank in first]
-        return first[0], "; ".join(
-            [sentences[0], *(f"rank {r} {s}" for r, s in zip(first[1:], sentences[1:], strict=True))]
-        )
+        present = {rank: standing for rank, standing in enumerate(self.standings) if standing is not None}
+        undone = [rank for rank, standing in present.items() if standing.activity is not Activity.DONE]
+        longest = sorted(undone or present, key=lambda rank: -present[rank].seconds)
+        busy = [rank for rank in longest if not present[rank].waiting]
+        unserved = [rank for rank in longest if self._unserved(rank, present[rank])]
+        # one is enough of those that move: at any moment several ranks compute
+        turn = next(group for group in (silent, stopped, busy[:1], unserved[:1], longest[:1]) if group)
+        first, *others = [self._sentence(rank) for rank in turn]
+        more = [f"rank {rank} {sentence}" for rank, sentence in zip(turn[1:], others, strict=True)]
+        return turn[0], "; ".join([first, *more])
+
+    def under_way(self, rank: int) -> list[Message]:
+        """The messages whose receive a rank has posted, that it has not used, and that were sent or being sent."""
+        standing = self.standings[rank]
+        if standing is None or not standing.activity.runs_program:
+            return []
+        program = self.programs[standing.activity]
+        row = program.rows[rank][: standing.position]
+        used = {takes(part, program.stages) for action in row for part in action.compute}
+        posted = [message(action) for action in row if action.type.is_receive]
+        return [moved for moved in posted if moved not in used and self._has_sent(moved, standing, sending=True)]
 
     def _sentence(self, rank: int) -> str:
         standing = self.standings[rank]
@@ -77,7 +88,9 @@ class HangReport:
             return f"{self.ends[rank]}; it {been}"
         unserved = self._unserved(rank, standing)
         if unserved:
-            return f"{been}, though what it waits for has been sent: {unserved[0]}"
+            return f"{been}, waiting for {unserved[0]}: it got lost, or has another size than was expected"
+        if standing.waiting:
+            return f"{been} and {self._waits(rank, standing)}, as every rank does"
         return f"{been} and waits for no message: if it is only slow, use a timeout above {self.timeout:g}"
 
     def _lines(self) -> Iterator[str]:
@@ -135,20 +148,23 @@ class HangReport:
         taken = [takes(part, program.stages) for part in action.compute]
         return [moved for moved in taken if moved is not None and program.stage_to_rank[moved.source_stage] != rank]
 
-    def _has_sent(self, moved: Message, receiver: Standing) -> bool:
+    def _has_sent(self, moved: Message, receiver: Standing, *, sending: bool = False) -> bool:
+        """Whether the sender is past the send; `sending`: or at it."""
         program = self.programs[receiver.activity]
         sender = program.stage_to_rank[moved.source_stage]
         standing = self.standings[sender]
         row = enumerate(program.rows[sender])
         at = next((i for i, action in row if action.type.is_send and message(action) == moved), None)
-        return standing is not None and at is not None and (standing.lap, standing.position) > (receiver.lap, at)
+        if standing is None or at is None:
+            return False
+        return (standing.lap, standing.position + sending) > (receiver.lap, at)
 
     def _unserved(self, rank: int, standing: Standing) -> list[str]:
         """The messages that the rank waits for, if all of them have been sent."""
         messages = self._messages(rank, standing)
         if not all(self._has_sent(moved, standing) for moved in messages):
             return []
-        return [f"{self._awaited(moved, standing)}" for moved in messages]
+        return [self._awaited(moved, standing) for moved in messages]
 
     def _grid(self) -> str | None:
         inside = [(rank, s) for rank, s in enumerate(self.standings) if s is not None and s.activity.runs_program]
@@ -163,10 +179,18 @@ class HangReport:
 def explained(failure: RankFailure, report: HangReport) -> RankFailure:
     """The failure with where every rank stood; of a message that did not come, the rank whose turn it was."""
     if failure.cause is not Cause.LOST_PEER:
-        return RankFailure(failure.rank, failure.reason, f"{_details(failure)}{report.text()}", failure.cause)
+        reason = f"{failure.reason}{_abort_hint(failure, report)}"
+        return RankFailure(failure.rank, reason, f"{_details(failure)}{report.text()}", failure.cause)
     rank, sentence = report.blamed()
     noticed = f"rank {failure.rank} {failure.reason.splitlines()[0]}"
     return RankFailure(rank, sentence, f"{noticed}\n{report.text()}", failure.cause)
+
+
+def _abort_hint(failure: RankFailure, report: HangReport) -> str:
+    """Of an aborted rank, what it was being sent: gloo aborts a process that gets more bytes than it expects."""
+    moved = report.under_way(failure.rank) if failure.cause is Cause.DIED and "SIGABRT" in failure.reason else []
+    verb = "was" if len(moved) == 1 else "were"
+    return f" while {' and '.join(map(str, moved))} {verb} on the way to it: of another size, perhaps" if moved else ""
 
 
 def _details(failure: RankFailure) -> str:

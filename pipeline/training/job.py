@@ -16,6 +16,7 @@ from pipeline.engine.model import Model
 from pipeline.engine.standing import Activity, Board, Marker, SharedBoard
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
+from pipeline.training.agreement import check_same_plan
 from pipeline.training.devices import Devices
 from pipeline.training.failures import RankFailure
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
@@ -183,6 +184,7 @@ def _train_here(job: Job, marker: Marker, report: Report) -> None:
                 timeout=settings.timeout,
                 marker=marker,
             )
+            check_same_plan(job.plan, group)
             transport = open_transport(
                 job.plan, group, device, backend=backend, timeout=settings.timeout, choice=settings.transport
             )

@@ -54,7 +54,9 @@ def test_a_marker_waits_inside_and_stays_waiting_where_it_failed():
     marker = board.marker(0)
     marker.enter(Activity.TAKING_NORM)
     with marker.waiting():
-        assert board.standing(0).waiting
+        with marker.waiting():
+            assert board.standing(0).waiting
+        assert board.standing(0).waiting, "inside the outer one still"
     assert not board.standing(0).waiting
     with pytest.raises(ConnectionError), marker.waiting():
         raise ConnectionError

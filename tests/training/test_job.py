@@ -40,8 +40,9 @@ class Record:
     def __call__(self, message) -> None:
         self.messages.append(message)
 
-    def finish(self, status, error=None) -> None:
+    def finish(self, status, error=None, *, steps_done) -> None:
         self.calls.append((status, error))
+        self.steps_done = steps_done
 
     def of(self, kind):
         return [message for message in self.messages if type(message) is kind]

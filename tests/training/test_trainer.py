@@ -11,9 +11,9 @@ from torch import nn
 from models.resnet import resnet
 from pipeline.engine.stage import Stage
 from pipeline.training import gradients
+from pipeline.training.failures import NonFiniteError
 from pipeline.training.messages import StepMetrics, ValidationMetrics
 from pipeline.training.settings import OptimizerSettings, PrecisionSettings
-from pipeline.training.trainer import NonFiniteError
 from tests.engine.harness import placement
 from tests.engine.samples import Explodes, chain, linears, small_gpt
 from tests.training.harness import (
