@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.gpt import gpt
 from models.model import Model
 from pipeline.engine.executor import Executor
-from pipeline.training import rendezvous
+from pipeline.training import gradients, rendezvous
 
 FAILING_FORWARD = 6
 """With 4 microbatches: microbatch 1 of the second step."""
@@ -68,6 +68,21 @@ def breaking_gpt(otherwise: Callable[[], None], pids: str | None = None) -> Mode
 
 
 failing_gpt = partial(breaking_gpt, fail)
+
+
+def gpt_beside_a_rank_that_stops_in(name: str, pids: str | None = None) -> Model:
+    """A sound GPT with tied weights; but rank 1 is stopped when it calls `pipeline.training.gradients.name`."""
+    if pids is not None:
+        (Path(pids) / str(os.getpid())).touch()
+    if rendezvous.rank() == 1:
+        original = getattr(gradients, name)
+
+        def stopping(*arguments: Any) -> Any:
+            stop()
+            return original(*arguments)
+
+        setattr(gradients, name, stopping)
+    return gpt(layers=2, width=32, heads=2, context=16, vocabulary=256, dropout=0.0)
 
 
 class Doubling:

@@ -30,7 +30,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
 
 def breaking_job(build_model: Callable[[], Model], *overrides: str) -> job_module.Job:
-    config = configured(*command.TINY, "model.tie_embeddings=false", "device=cpu", "timeout=3", *overrides)
+    given = {"model.tie_embeddings": "false", "device": "cpu", "timeout": "3", **dict(o.split("=") for o in overrides)}
+    config = configured(*command.TINY, *(f"{name}={value}" for name, value in given.items()))
     return dataclasses.replace(prepare(config), build_model=build_model)
 
 
@@ -89,6 +90,25 @@ def test_a_stopped_rank_is_named_with_its_action_and_who_waits_for_it(tmp_path: 
     assert re.search(r"^rank 0 .*>B1<.*\nrank 1 .*>F1<", text, flags=re.MULTILINE)
     assert "Traceback" not in text
     assert "Traceback" in (tmp_path / "train.log").read_text(), "the log has all"
+    assert ran.seconds < 60
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("sum_tied_gradients", "summing the tied gradients of step 1"),
+        ("global_norm", "taking the gradient's norm of step 1"),
+    ],
+)
+def test_a_rank_that_stops_outside_its_program_is_named_too(name: str, place: str, tmp_path: Path) -> None:
+    """Then the others wait in a collective."""
+    build_model = partial(broken_model.gpt_beside_a_rank_that_stops_in, name)
+    ran = ended(tmp_path, build_model, "model.tie_embeddings=true")
+    assert re.fullmatch(rf"rank 1 is stopped \(SIGSTOP\); it has been {place} for \d\.\d s", ran.lines[0])
+    assert ran.lines[1].startswith("rank 0 raised PeerError: a peer was lost while rank 0 ")
+    assert re.fullmatch(rf"rank 0  {place} for \d\.\d s: waits for the other ranks", ran.lines[2])
+    assert re.fullmatch(rf"rank 1  {place} for \d\.\d s: waits for no message; is stopped \(SIGSTOP\)", ran.lines[3])
+    assert (ran.summary["status"], ran.summary["steps_done"], ran.left) == ("failed", 0, set())
     assert ran.seconds < 60
 
 

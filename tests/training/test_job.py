@@ -12,7 +12,7 @@ from torch import nn
 from models.gpt import gpt
 from pipeline.engine.boundary import TensorSpec
 from pipeline.training.devices import Devices
-from pipeline.training.failures import RankFailure
+from pipeline.training.failures import NonFiniteError, RankFailure
 from pipeline.training.job import Job, check_launch, train
 from pipeline.training.messages import Finished, StepMetrics, ValidationMetrics
 from pipeline.training.plan import make_plan
@@ -70,6 +70,7 @@ def test_processes_and_one_process_are_the_same_run(tmp_path):
         assert values[0] == pytest.approx(values[1], rel=1e-12)
         assert len(values[0]) == (5 if kind is StepMetrics else 3)
     assert processes.calls == single.calls == ["start", ("finished", None)]
+    assert processes.steps_done == single.steps_done == 5
     (there,), (here,) = processes.of(Finished), single.of(Finished)
     assert (there.bubble_source, here.bubble_source) == ("measured", "replayed")
     assert [report.parameters for report in there.ranks] == [report.parameters for report in here.ranks]
@@ -98,9 +99,10 @@ def test_what_is_not_a_number_ends_every_rank_with_one_error(tmp_path, launch):
     build_model = partial(chain, [TWO_LINEARS[0], partial(Explodes, 4, 4)])
     settings = settings_to_train("1f1b", 2, 2, 4, 3, launch=launch)
     record = Record()
-    with pytest.raises(RuntimeError, match="the gradient's norm is nan at step 1"):
+    with pytest.raises(NonFiniteError, match=r"^the gradient's norm is nan at step 1: lower [^\n]*$"):
         train(job_for(settings, build_model, partial(vector_data, 4)), record, tmp_path / "train.log")
     (_, (status, error)) = record.calls
+    assert record.steps_done == 0
     assert status == "failed"
     assert "NonFiniteError" in error
 
@@ -116,6 +118,7 @@ def test_a_failing_action_is_recorded(tmp_path):
         )
     assert record.calls[1][0] == "failed"
     assert len(record.of(StepMetrics)) == 1, "what was reported before stays"
+    assert record.steps_done == 1
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit(143)])

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_the_first_cause_ends_all_ranks(parent, target, ending, reason):
     assert parent.seconds < 10
     if target is targets.fail_while_peer_receives:
         assert parent.messages == ["last words"]
+
+
+def test_the_first_sign_of_a_failure_is_told_while_the_others_are_there(parent):
+    seen = []
+
+    def look():
+        running = processes()
+        seen.append([running.get(pid, ("Z", 0))[0] not in "ZX" for pid in parent.pids])
+
+    with pytest.raises(RankFailure):
+        parent.launch(targets.fail_while_peer_receives, "kill", on_failure=look)
+    assert len(seen) == 1
+    assert seen[0][1], "rank 1 still waits"
 
 
 def test_an_exception_shows_its_traceback(parent):
@@ -372,6 +386,16 @@ def test_a_variable_that_is_no_number_is_reported(launched, monkeypatch):
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match=r"RANK \('first'\) in the environment must be a whole number"):
         rendezvous.rank()
+
+
+def test_ranks_that_do_not_all_come_are_a_lost_peer(launched, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rendezvous, "_START_TIMEOUT", timedelta(seconds=0.2))
+    with pytest.raises(RuntimeError) as caught:
+        rendezvous.join(timeout=0.1)
+    assert lost_peer(caught.value)
 
 
 def test_a_timeout_of_nothing_is_refused():

@@ -177,6 +177,10 @@ def test_failing_before_the_first_step_still_leaves_a_summary(tmp_path: Path) ->
     assert (recorder.directory / "metrics.jsonl").read_text() == ""
 
 
+def test_steps_that_were_finished_but_not_logged_count(tmp_path: Path) -> None:
+    assert started(tmp_path).finish("failed", "lost", steps_done=7)["steps_done"] == 7
+
+
 def test_only_the_first_finish_counts(tmp_path: Path) -> None:
     sink = FakeSink()
     recorder = started(tmp_path, sink)
