@@ -121,9 +121,10 @@ def test_a_killed_rank_is_named_with_its_action(tmp_path: Path) -> None:
     assert ">F1<" in ran.lines[-1]
 
 
-def test_more_bytes_than_were_expected_are_told_with_their_message(tmp_path: Path) -> None:
-    """The sender's own check is passed by: gloo then aborts the receiver, our own transport raises."""
-    ran = ended(tmp_path, broken_model.gpt_beside_a_doubling_transport)
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_more_bytes_than_were_expected_are_told_with_their_message(transport: str, tmp_path: Path) -> None:
+    """The sender's own check is passed by: shared memory refuses the message, gloo aborts the receiver."""
+    ran = ended(tmp_path, broken_model.gpt_beside_a_doubling_transport, f"transport={transport}")
     assert_told(ran, r"rank 1 .*the activation of stage 0, microbatch 1\b.*")
     assert re.search(r"^rank 1  at 1\w+ of step 2", str(ran.failure), flags=re.MULTILINE)
     assert ran.failure.cause is not Cause.LOST_PEER
