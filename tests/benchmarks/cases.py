@@ -148,10 +148,8 @@ def layer_seconds(case: Case, repeats: int = 3) -> list[float]:
     return [layer.forward + layer.backward for layer in profiles]
 
 
-def plan_of(
-    case: Case, schedule: str, seconds: Sequence[float], pp: int = 2, device: torch.device = CPU, **more: Any
-) -> Plan:
-    """The plan of a real run, with the cut whose slowest stage is fastest; two stages a rank where there is a choice.
+def settings_of(case: Case, schedule: str, seconds: Sequence[float], pp: int = 2, **more: Any) -> Settings:
+    """Those of a real run, with the cut whose slowest stage is fastest; two stages a rank where there is a choice.
 
     Args:
         seconds: each layer's.
@@ -162,4 +160,9 @@ def plan_of(
     stages = write_schedule(settings).stages
     settings.partition = PartitionSettings("manual", list(partition.bottleneck(seconds, stages)))
     settings.check()
+    return settings
+
+
+def plan_of(case: Case, settings: Settings, device: torch.device = CPU) -> Plan:
+    """The plan of a real run."""
     return make_plan(settings, case.build(), case.inputs, device)

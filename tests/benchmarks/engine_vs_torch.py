@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pipeline.training.launch import launch
 from pipeline.training.plan import Plan
 from tests.benchmarks.alternation import ALONE, MemoryWork, Times, Work, alternate, remember
-from tests.benchmarks.cases import CASES, TORCH_CLASSES, Case, layer_seconds, plan_of
+from tests.benchmarks.cases import CASES, TORCH_CLASSES, Case, layer_seconds, plan_of, settings_of
 from tests.benchmarks.table import Row, geometric_mean, parser, publish, table
 
 PP = 2
@@ -47,7 +47,7 @@ QUICK = Effort(rounds=9, seconds=8.0, memory_steps=1)
 def compare(case: Case, schedules: Sequence[str], effort: Effort) -> list[Row]:
     """A row for each schedule."""
     seconds = layer_seconds(case)
-    plans = {name: plan_of(case, name, seconds, PP) for name in schedules}
+    plans = {name: plan_of(case, settings_of(case, name, seconds, PP)) for name in schedules}
     times: list[Times] = []
     launch(alternate, Work(case, plans, effort.rounds, effort.seconds), PP, on_message=times.append)
     steps = _steps(times)

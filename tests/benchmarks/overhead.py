@@ -26,7 +26,7 @@ from pipeline.engine.transport import InProcessTransport
 from pipeline.training.launch import launch
 from pipeline.training.plan import Plan
 from tests.benchmarks.alternation import ALONE, Times, Work, alternate
-from tests.benchmarks.cases import EMPTY, TORCH_CLASSES, Case, plan_of
+from tests.benchmarks.cases import EMPTY, TORCH_CLASSES, Case, plan_of, settings_of
 from tests.benchmarks.engines import FP32_ON_CPU, Ours, clear
 from tests.benchmarks.table import Row, parser, publish
 
@@ -38,7 +38,7 @@ QUICK_ROUNDS = 40
 
 def measure(case: Case, schedule: str, rounds: int) -> Row:
     """One schedule's row."""
-    plan = plan_of(case, schedule, [1.0] * len(case.build().layers), PP)
+    plan = plan_of(case, settings_of(case, schedule, [1.0] * len(case.build().layers), PP))
     actions = sum(map(len, plan.schedule.rows))
     times: list[Times] = []
     launch(alternate, Work(case, {schedule: plan}, rounds, seconds=60.0), PP, on_message=times.append)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from pipeline.training.launch import launch
 from tests.benchmarks.alternation import Times, Work, alternate
-from tests.benchmarks.cases import CASES, TORCH_CLASSES, Case, layer_seconds, plan_of
+from tests.benchmarks.cases import CASES, TORCH_CLASSES, Case, layer_seconds, plan_of, settings_of
 from tests.benchmarks.table import Row, parser, publish
 
 PP = 2
@@ -24,7 +24,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv")
 def measure(case: Case, schedule: str, rounds: int, seconds: float) -> list[Row]:
     """A row for each value."""
     cut_by = layer_seconds(case)
-    plans = {f"prefetch {value}": plan_of(case, schedule, cut_by, PP, prefetch=value) for value in VALUES}
+    plans = {
+        f"prefetch {value}": plan_of(case, settings_of(case, schedule, cut_by, PP, prefetch=value)) for value in VALUES
+    }
     times: list[Times] = []
     launch(alternate, Work(case, plans, rounds, seconds, torch=False), PP, on_message=times.append)
     steps = [[max(ranks) for ranks in zip(*(time.seconds[name] for time in times), strict=True)] for name in plans]
