@@ -27,6 +27,10 @@ class TensorSpec:
         """The spec that `tensor` has."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has this spec."""
+        return tensor.dtype == self.dtype and tensor.shape == self.shape
+
     @property
     def nbytes(self) -> int:
         """Bytes of one such message."""

@@ -18,9 +18,10 @@ from pipeline.engine.standing import Activity, Board, Marker
 from pipeline.engine.trace import Clock, NoTrace, Trace, clock_for
 from pipeline.engine.transport import Receive, Transport
 from pipeline.engine.weight_gradient import WeightGradients
+from pipeline.engine.wiring import Transfer, wires
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.grid import grid
-from pipeline.schedule.schedule import Schedule, channel, message
+from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Event
 
 
@@ -103,6 +104,7 @@ class Executor:
         self._transport = transport
         self._marker = marker or Board.in_memory(1).marker(0)
         self._row = schedule.rows[rank]
+        self._wires = wires(schedule, rank)
         self._device = next(iter(stages.values())).placement.device
         self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
         self._split = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.W}
@@ -176,8 +178,7 @@ class Executor:
 
     def _awaited(self, action: Action, state: StepState) -> dict[Hashable, Receive]:
         """The posted receives that bring what `action` takes."""
-        needed = [_needed(part) for part in action.compute if part.type in _CONSUMERS]
-        return {key: state.receives.pop(key) for key in needed if key in state.receives}
+        return {moved: state.receives.pop(moved) for moved in self._wires[action].awaits}
 
     # Compute
 
@@ -218,7 +219,7 @@ class Executor:
         for part in action.parts:
             self._handlers[part.type](state, part)
             send = Action(part.stage, ActionType.SEND_F, part.microbatch)
-            if self.schedule.release == "each" and part.type is ActionType.F and send in self._row:
+            if self.schedule.release == "each" and part.type is ActionType.F and send in self._wires:
                 self._send(state, send)
 
     def _reduce(self, state: StepState, action: Action) -> None:
@@ -246,7 +247,7 @@ class Executor:
         if self.stages[action.stage].first:
             assert state.batch.inputs is not None, "the first stage's rank loads the inputs"
             return self._load(state.batch.inputs[action.microbatch])
-        inputs = state.handover.pop(_needed(action))
+        inputs = state.handover.pop(self._wires[action].takes)
         return inputs if self.schedule.forward_only else inputs.requires_grad_(inputs.is_floating_point())
 
     def _hand_on(self, state: StepState, action: Action, output: Tensor) -> None:
@@ -254,33 +255,36 @@ class Executor:
             state.losses[action.microbatch] = output
             return
         self._check(output, self._spec(state, action.stage + 1, action.microbatch), action)
-        state.handover[message(Action(action.stage, ActionType.SEND_F, action.microbatch))] = output
+        state.handover[self._wires[action].makes] = output
 
     def _take_gradient(self, state: StepState, action: Action) -> Tensor:
         if self.stages[action.stage].loss is not None:
             return state.losses[action.microbatch].new_full((), state.batch.loss_scale)
-        return state.handover.pop(_needed(action))
+        return state.handover.pop(self._wires[action].takes)
 
     def _hand_back(self, state: StepState, action: Action, gradient: Tensor | None, inputs: Tensor) -> None:
         if not self.stages[action.stage].first:
             gradient = torch.zeros_like(inputs) if gradient is None else gradient
             self._check(gradient, self._spec(state, action.stage, action.microbatch), action)
-            state.handover[message(Action(action.stage, ActionType.SEND_B, action.microbatch))] = gradient
+            state.handover[self._wires[action].makes] = gradient
 
     # Communication
 
     def _send(self, state: StepState, action: Action) -> None:
-        tensor = state.handover.pop(message(action), None)
+        transfer = self._transfer(action)
+        tensor = state.handover.pop(transfer.message, None)
         if tensor is not None:  # else it left in the middle of an overlapped pair
-            self._transport.send(channel(action, self.schedule.stage_to_rank), message(action), tensor)
+            self._transport.send(transfer.channel, transfer.message, tensor)
 
     def _post_receive(self, state: StepState, action: Action) -> None:
-        stage = action.stage if action.type is ActionType.RECV_F else action.stage + 1
-        state.receives[message(action)] = self._transport.receive(
-            channel(action, self.schedule.stage_to_rank),
-            message(action),
-            self._spec(state, stage, action.microbatch),
-        )
+        transfer = self._transfer(action)
+        spec = self._spec(state, transfer.stage, action.microbatch)
+        state.receives[transfer.message] = self._transport.receive(transfer.channel, transfer.message, spec)
+
+    def _transfer(self, action: Action) -> Transfer:
+        transfer = self._wires[action].transfer
+        assert transfer is not None, "a send or a receive"
+        return transfer
 
     # Small things
 
@@ -288,8 +292,8 @@ class Executor:
         return self._boundaries[state.batch.sizes[microbatch]][stage]
 
     def _check(self, tensor: Tensor, expected: TensorSpec, action: Action) -> None:
-        found = TensorSpec.of(tensor)
-        if found != expected:
+        if not expected.fits(tensor):
+            found = TensorSpec.of(tensor)
             raise TypeError(f"stage {action.stage} made {found} for its neighbor, which expects {expected}")
 
     def _load(self, inputs: Tensor) -> Tensor:
@@ -303,14 +307,6 @@ class Executor:
     def _describe(self, action: Action, step: int, error: Exception) -> str:
         marked = grid(self.schedule, mark={(self.rank, self.position)}, width=160)
         return f"rank {self.rank} failed in {action} (microbatch {action.microbatch}) of step {step}: {error}\n{marked}"
-
-
-_CONSUMERS = frozenset({ActionType.F, ActionType.B, ActionType.I})
-
-
-def _needed(action: Action) -> Hashable:
-    kind = ActionType.RECV_F if action.type is ActionType.F else ActionType.RECV_B
-    return message(Action(action.stage, kind, action.microbatch))
 
 
 def run(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> list[StepResult]:
