@@ -17,6 +17,13 @@ class Segment:
     """Whether, recomputed, they keep the outputs of costly operations too."""
 
 
+CHEAP_TIME = 0.3
+"""About which part of a forward's time is not in matrix products, convolutions and attention."""
+
+COSTLY_BYTES = 0.6
+"""About which part of the activations is their outputs."""
+
+
 @dataclass(frozen=True)
 class Recomputed:
     """The part of a stage that R computes again; by default all of it.
@@ -46,6 +53,20 @@ class Recomputed:
             return (Segment(slice(0, layers), True, self.keeps_costly),)
         runs = (list(run) for _, run in groupby(range(layers), self._run))
         return tuple(Segment(slice(run[0], run[-1] + 1), *self._fate(run[0])) for run in runs)
+
+    def share(self, layers: int | None = None) -> float:
+        """About which part of a forward's time an R takes, for layers that take equally long.
+
+        Args:
+            layers: of the stage; None: many.
+        """
+        layered = 1 / self.every if layers is None else len(range(0, layers, self.every)) / layers
+        return layered * (CHEAP_TIME if self.keeps_costly else 1.0)
+
+    def kept(self, layers: int | None = None) -> float:
+        """About which part of its activations a recomputed pass keeps from F to R, as `share` reckons."""
+        layered = 1 / self.every if layers is None else len(range(0, layers, self.every)) / layers
+        return 1 - layered * (1 - COSTLY_BYTES if self.keeps_costly else 1.0)
 
     def _run(self, layer: int) -> tuple[int, bool]:
         return layer // self.every, layer % self.every == 0

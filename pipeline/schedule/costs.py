@@ -113,10 +113,19 @@ def place_costs(costs: Costs, stage_to_rank: Sequence[int], per: Literal["stage"
     return replace(costs, **placed)  # type: ignore[arg-type]
 
 
-def nominal_costs(stages_per_rank: int) -> Costs:
-    """F=1, B=2, I=W=1 for a rank's whole share of the model, spread over its stages; R=F, no transfer time."""
+def nominal_costs(stages_per_rank: int, recomputed: Times = 1.0) -> Costs:
+    """F=1, B=2, I=W=1 for a rank's whole share of the model, spread over its stages; no transfer time.
+
+    `recomputed` is R as a part of F.
+    """
     share = 1 / stages_per_rank
-    return Costs(forward=share, backward=2 * share, backward_input=share, backward_weight=share)
+    return Costs(
+        forward=share,
+        backward=2 * share,
+        backward_input=share,
+        backward_weight=share,
+        recompute=tuple(share * part for part in recomputed) if isinstance(recomputed, tuple) else share * recomputed,
+    )
 
 
 def at_stage(times: Times, stage: int) -> float:

@@ -6,51 +6,25 @@ Each pass is pure. `lower` runs them all: recomputation, then sends and receives
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.buffers import Releases
 from pipeline.schedule.errors import Place, ScheduleError, schedule_error
 from pipeline.schedule.memory import in_flight
+from pipeline.schedule.recomputation import Window, place_recomputation, recomputed
 from pipeline.schedule.schedule import Channel, Message, Schedule, channel, makes, message, takes
 
 
-def lower(schedule: Schedule, *, activation_checkpoint: str = "never", prefetch: int = 2) -> Schedule:
+def lower(schedule: Schedule, *, activation_checkpoint: str | Window = "never", prefetch: int = 2) -> Schedule:
     """The complete program: compute, recomputation, sends and receives.
 
-    `activation_checkpoint` says which microbatches are recomputed: none, all but the last (as in GPipe), or all. A
-    schedule that holds sends and receives already, such as one from a file, keeps them as they stand. ValueError for
-    another word, or a negative prefetch.
+    `activation_checkpoint` says which microbatches are recomputed (`pipeline.schedule.recomputation`). A schedule that
+    holds sends and receives already, such as one from a file, keeps them as they stand. ValueError for an unknown word,
+    a window that is too small, or a negative prefetch.
     """
-    last = schedule.microbatches - 1
-    rules: dict[str, Callable[[int, int], bool]] = {
-        "never": lambda stage, microbatch: False,
-        "except_last": lambda stage, microbatch: microbatch != last,
-        "always": lambda stage, microbatch: True,
-    }
-    if activation_checkpoint not in rules:
-        raise ValueError(f"activation_checkpoint is {activation_checkpoint!r}: use one of {', '.join(rules)}")
-    recomputing = place_recomputation(schedule, rules[activation_checkpoint])
+    recomputing = place_recomputation(schedule, recomputed(schedule, activation_checkpoint))
     return recomputing if schedule.is_lowered else hoist_receives(add_communication(recomputing), prefetch)
-
-
-def place_recomputation(schedule: Schedule, recomputed: Callable[[int, int], bool]) -> Schedule:
-    """Put an R directly before each backward (B or I) of which `recomputed(stage, microbatch)` holds and that has none.
-
-    R needs no gradient: it runs while the gradient is still on its way, and the backward waits.
-    """
-
-    placed = {(a.stage, a.microbatch) for row in schedule.rows for a in row if a.type is ActionType.R}
-
-    def with_recomputation(row: Iterable[Action]) -> Iterator[Action]:
-        for action in row:
-            for part in action.compute:
-                wanted = (part.stage, part.microbatch) not in placed and recomputed(part.stage, part.microbatch)
-                if part.type.is_backward and wanted:
-                    yield Action(part.stage, ActionType.R, part.microbatch)
-            yield action
-
-    return schedule.with_rows(with_recomputation(row) for row in schedule.rows)
 
 
 def add_communication(schedule: Schedule) -> Schedule:

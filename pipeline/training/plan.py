@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -12,13 +11,16 @@ from torch import Tensor
 from pipeline import partition
 from pipeline.engine.boundary import TensorSpec, boundaries
 from pipeline.engine.model import Model
+from pipeline.engine.segments import Recomputed
 from pipeline.engine.standing import Activity
 from pipeline.schedule.costs import Costs
 from pipeline.schedule.library import forward_only
 from pipeline.schedule.lowering import lower
+from pipeline.schedule.memory import Footprint
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Simulation, nominal_costs, simulate
 from pipeline.schedule.validate import validate
+from pipeline.training.checkpointing import lowered, recomputed_part
 from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.schedule_choice import write_schedule
 from pipeline.training.settings import Settings
@@ -49,8 +51,11 @@ class Plan:
     boundaries: Mapping[int, tuple[TensorSpec, ...]]
     """By microbatch size: what each stage receives, and last what the loss receives."""
     microbatch_sizes: tuple[int, ...]
+    recomputed: Recomputed
+    """The part of a stage that an R computes again."""
     predicted: Simulation
-    """The program under nominal costs: F=1 and B=2 a stage (divided by the stages a rank holds), R=F, no transfer."""
+    """The program under nominal costs: F=1 and B=2 a stage (divided by the stages a rank holds), R the recomputed part
+    of F, no transfer."""
 
     @property
     def programs(self) -> dict[Activity, Schedule]:
@@ -109,7 +114,12 @@ class Plan:
 
 
 def make_plan(
-    settings: Settings, model: Model, inputs: TensorSpec, device: torch.device, costs: Costs | None = None
+    settings: Settings,
+    model: Model,
+    inputs: TensorSpec,
+    device: torch.device,
+    costs: Costs | None = None,
+    footprint: Footprint | None = None,
 ) -> Plan:
     """Decide and check everything that needs no process.
 
@@ -119,6 +129,7 @@ def make_plan(
         inputs: one whole batch of the model's input.
         device: its type decides autocast's rules.
         costs: measured ones, for a schedule that is searched for its costs; None: the stated ones.
+        footprint: bytes of a microbatch at each stage, for checkpointing with a limit in bytes.
 
     Raises:
         ValueError: the schedule, the cut or the batch can't be, with the values and the cure.
@@ -127,11 +138,12 @@ def make_plan(
     validate(schedule)
     layers = layer_sizes(model)
     counts = cut(settings, layers, schedule.stages)
-    program = _lowered(settings, schedule)
+    program = lowered(schedule, settings, footprint)
     evaluation = lower(forward_only(schedule.stage_to_rank, settings.microbatches), prefetch=settings.prefetch)
-    for lowered in (program, evaluation):
-        validate(lowered)
+    for complete in (program, evaluation):
+        validate(complete)
     sizes = microbatch_sizes(inputs.shape[0], settings.microbatches)
+    part = recomputed_part(settings.activation_checkpoint)
     return Plan(
         schedule=schedule,
         program=program,
@@ -141,7 +153,8 @@ def make_plan(
         tied=dict(model.tied),
         boundaries={size: _boundaries(settings, model, counts, inputs, size, device) for size in sorted(set(sizes))},
         microbatch_sizes=sizes,
-        predicted=simulate(program, nominal_costs(schedule.stages // schedule.pp)),
+        recomputed=part,
+        predicted=simulate(program, nominal_costs(schedule.stages // schedule.pp, tuple(map(part.share, counts)))),
     )
 
 
@@ -173,11 +186,6 @@ def cut(settings: Settings, layers: Sequence[LayerSize], stages: int) -> tuple[i
     if chosen.name == "parameters":
         return partition.bottleneck([sum(layer.parameters.values()) for layer in layers], stages)
     return partition.uniform(len(layers), stages)
-
-
-def _lowered(settings: Settings, schedule: Schedule) -> Schedule:
-    mode = cast(Literal["never", "except_last", "always"], settings.activation_checkpoint.name)
-    return lower(schedule, activation_checkpoint=mode, prefetch=settings.prefetch)
 
 
 def _boundaries(

@@ -43,7 +43,7 @@ def _predictions(plan: Plan) -> str:
     sizes = sorted(set(plan.microbatch_sizes), reverse=True)
     samples = f"{' or '.join(map(str, sizes))} {'sample' if sizes == [1] else 'samples'}"
     recomputing = any(action.type is ActionType.R for row in plan.program.rows for action in row)
-    costs = "F=1, B=2, R=1" if recomputing else "F=1, B=2"
+    costs = f"F=1, B=2, R={_recomputed(plan)}" if recomputing else "F=1, B=2"
     return (
         f"{plan.schedule.microbatches} microbatches of {samples}\n"
         f"predicted with {costs} a rank and no transfer: makespan {predicted.makespan:g}\n"
@@ -51,3 +51,10 @@ def _predictions(plan: Plan) -> str:
         f"span {100 * predicted.span_bubble:.1f} %\n"
         f"in flight at most, by rank: {', '.join(map(str, predicted.peak_in_flight))} {unit}"
     )
+
+
+def _recomputed(plan: Plan) -> str:
+    """R as a part of F: one number, or the least and the most of a stage."""
+    parts = [f"{plan.recomputed.share(count):.2g}" for count in plan.counts]
+    least, most = min(parts, key=float), max(parts, key=float)
+    return least if least == most else f"{least}-{most}"

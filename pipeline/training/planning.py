@@ -10,9 +10,9 @@ from rich.console import Console
 
 from pipeline.engine.model import Model
 from pipeline.report.plan import Assessment, assess, print_assessment, write_plan
-from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.validate import validate
+from pipeline.training.checkpointing import lowered
 from pipeline.training.devices import choose_devices
 from pipeline.training.measured_costs import measure
 from pipeline.training.schedule_choice import stated_costs, stated_footprint, write_schedule
@@ -36,13 +36,13 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
     schedule = write_schedule(settings)
     if builders is None:
         costs, shares = stated_costs(settings, schedule.stage_to_rank), _stated_shares(settings, schedule)
-        footprint, unit = stated_footprint(settings.costs, schedule.stage_to_rank), "units"
+        footprint, unit = stated_footprint(settings, schedule.stage_to_rank), "units"
     else:
         build_model, build_data = builders
         costs, footprint = measure(settings, build_model(), build_data(), choose_devices(settings), schedule.stages)
         schedule, shares, unit = write_schedule(settings, costs), {}, "s"  # zb_auto searches anew
     validate(schedule)
-    program = lower(schedule, activation_checkpoint=settings.activation_checkpoint.name, prefetch=settings.prefetch)
+    program = lowered(schedule, settings, footprint)
     validate(program)
     # without sends and receives a message is a pure latency, as published figures reckon; R stays where it was placed
     assessed = program.compute_only()
@@ -54,7 +54,7 @@ def _stated_shares(settings: Settings, schedule: Schedule) -> dict[str, Any]:
     """What comparisons of schedules reckon with: the stated numbers as a rank's, however many stages it holds."""
     return {
         "share_costs": stated_costs(settings, schedule.stage_to_rank, "rank"),
-        "share_footprint": stated_footprint(settings.costs, schedule.stage_to_rank, "rank"),
+        "share_footprint": stated_footprint(settings, schedule.stage_to_rank, "rank"),
     }
 
 

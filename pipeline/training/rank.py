@@ -97,7 +97,8 @@ class Rank:
 
 def _stage(index: int, plan: Plan, model: Model, placement: Placement) -> Stage:
     layers = [model.layers[layer] for layer in plan.layers_of(index)]
-    return Stage(index, layers, model, placement, last=index == plan.schedule.stages - 1)
+    last = index == plan.schedule.stages - 1
+    return Stage(index, layers, model, placement, last=last, recomputed=plan.recomputed)
 
 
 def _tie(stages: Mapping[int, Stage], tied: Mapping[str, str]) -> None:

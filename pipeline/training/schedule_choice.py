@@ -9,13 +9,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from pipeline.engine.segments import Recomputed
 from pipeline.schedule.actions import ActionType
 from pipeline.schedule.costs import Costs, Times, place_costs
 from pipeline.schedule.library import options_of, write
 from pipeline.schedule.memory import Footprint
 from pipeline.schedule.schedule import Release, Schedule
 from pipeline.schedule.torch_csv import read_csv
-from pipeline.training.settings import CostsSettings, ScheduleSettings, Settings
+from pipeline.training.checkpointing import recomputed_part
+from pipeline.training.settings import ScheduleSettings, Settings
 
 _log = logging.getLogger(__name__)
 
@@ -54,20 +56,32 @@ def stated_costs(settings: Settings, stage_to_rank: Sequence[int], per: Per | No
     chosen = settings.costs
     names = [field.name for field in fields(Costs)]
     values = {name: _times(f"costs.{name}", getattr(chosen, name)) for name in names}
+    part, forward = recomputed_part(settings.activation_checkpoint), values["forward"]
+    if values["recompute"] is None and forward is not None and part != Recomputed():
+        values["recompute"] = _part(forward, part.share())
     return place_costs(Costs(**values), stage_to_rank, per or cast(Per, chosen.per))  # type: ignore[arg-type]
 
 
-def stated_footprint(costs: CostsSettings, stage_to_rank: Sequence[int], per: Per | None = None) -> Footprint | None:
+def stated_footprint(settings: Settings, stage_to_rank: Sequence[int], per: Per | None = None) -> Footprint | None:
     """The bytes that the settings state, an entry a stage; None where they say nothing of activations.
 
     Args:
         per: as in `stated_costs`; a message is as large whatever the number of stages a rank holds.
     """
+    costs = settings.costs
     activation = _times("costs.activation_bytes", costs.activation_bytes)
     if activation is None:
         return None
     placed = place_costs(Costs(forward=activation), stage_to_rank, per or cast(Per, costs.per))
-    return Footprint(placed.forward, boundary=_times("costs.boundary_bytes", costs.boundary_bytes) or 0.0)
+    return Footprint(
+        placed.forward,
+        checkpoint=_part(placed.forward, recomputed_part(settings.activation_checkpoint).kept()),
+        boundary=_times("costs.boundary_bytes", costs.boundary_bytes) or 0.0,
+    )
+
+
+def _part(times: Times, part: float) -> Times:
+    return tuple(time * part for time in times) if isinstance(times, tuple) else times * part
 
 
 def _times(name: str, value: Any) -> Times | None:

@@ -51,9 +51,58 @@ class PrecisionSettings:
 
 @dataclass
 class ActivationCheckpointSettings:
-    """Which microbatches drop their activations and recompute them."""
+    """Which microbatches drop their activations and recompute them, and which part of them."""
 
-    name: str = described("never", "never, except_last (all microbatches but the last) or always")
+    name: str = described(
+        "never", "never, except_last (all microbatches but the last), always, selective (a part) or window (as needed)"
+    )
+    every: int | None = described(
+        None, "selective, window: recompute a stage's first and every so many-th layer; null: all"
+    )
+    keep: str | None = described(
+        None, "selective, window: costly (keep outputs of matrix products, convolutions, attention) or null (nothing)"
+    )
+    keep_microbatches: Any = described(
+        None, "window: microbatches x stages that a rank may hold in full, a number or one a rank"
+    )
+    memory_limit: Any = described(None, "window: bytes of activations that a rank may hold, such as 2GiB")
+
+    @property
+    def keeps_costly(self) -> bool:
+        """Whether a recomputation is handed the outputs of costly operations; what `selective` does unless told."""
+        return self.keep == "costly" or (self.name == "selective" and self.every is None)
+
+    def check(self) -> None:
+        """Refuse a part or a limit out of range, or where it has no meaning.
+
+        Raises:
+            ValueError: what is wrong, its value, and the cure.
+        """
+        for name, users in _CHECKPOINT_USERS.items():
+            value = getattr(self, name)
+            if value is not None and self.name not in users:
+                raise ValueError(
+                    f"activation_checkpoint.{name}={value} is for activation_checkpoint={' or '.join(users)}, not "
+                    f"{self.name}: drop one of them"
+                )
+        if self.every is not None and self.every < 1:
+            raise ValueError(
+                f"activation_checkpoint.every={self.every} is too small: use 2 for every second layer, or more"
+            )
+        if self.name == "window" and (self.keep_microbatches is None) == (self.memory_limit is None):
+            given = "none" if self.keep_microbatches is None else "two"
+            raise ValueError(
+                f"activation_checkpoint=window takes one limit and has {given}: use "
+                "activation_checkpoint.keep_microbatches=4 or activation_checkpoint.memory_limit=2GiB"
+            )
+
+
+_CHECKPOINT_USERS = {
+    "every": ("selective", "window"),
+    "keep": ("selective", "window"),
+    "keep_microbatches": ("window",),
+    "memory_limit": ("window",),
+}
 
 
 @dataclass
@@ -155,6 +204,12 @@ class Settings:
                 "as 65536"
             )
         self._check_optimizer()
+        self.activation_checkpoint.check()
+        if self.compile and self.activation_checkpoint.keeps_costly:
+            raise ValueError(
+                "compile=true fuses the operations whose outputs activation_checkpoint.keep=costly keeps: use "
+                "activation_checkpoint.every=2, or compile=false"
+            )
 
     def _check_word(self, path: str, words: tuple[str | None, ...]) -> None:
         value: Any = self
@@ -206,7 +261,8 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "precision.parameters": ("float64", "float32", "bfloat16"),
     "precision.autocast": (None, "bfloat16", "float16"),
     "partition.name": ("uniform", "parameters", "manual"),
-    "activation_checkpoint.name": ("never", "except_last", "always"),
+    "activation_checkpoint.name": ("never", "except_last", "always", "selective", "window"),
+    "activation_checkpoint.keep": ("costly", None),
     "optimizer.name": ("adamw", "sgd"),
     "optimizer.decay": ("cosine", "constant"),
     "logger.name": ("wandb", "none"),

@@ -30,6 +30,8 @@ def chosen(group: str, option: str) -> list[str]:
         words.append("data.path=somewhere")
     if (group, option) in (("schedule", "file"), ("schedule", "custom")):
         words.append({"file": "schedule.path=somewhere", "custom": "schedule.target=some:where"}[option])
+    if (group, option) == ("activation_checkpoint", "window"):
+        words.append("activation_checkpoint.keep_microbatches=4")
     return words
 
 

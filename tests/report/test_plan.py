@@ -12,8 +12,9 @@ from rich.console import Console
 from pipeline.report.plan import Assessment, assess, print_assessment, rank_costs, write_plan
 from pipeline.schedule.costs import Costs, place_costs
 from pipeline.schedule.library import write
-from pipeline.schedule.lowering import lower, place_recomputation
+from pipeline.schedule.lowering import lower
 from pipeline.schedule.memory import Footprint
+from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.torch_csv import read_csv
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pipeline.schedule.bounds import Backward, lower_bound, schedule_lower_bound
 from pipeline.schedule.costs import Costs
 from pipeline.schedule.library import dualpipe_v, forward_only, gpipe, one_f_one_b, zb_h1, zbv
-from pipeline.schedule.lowering import lower, place_recomputation
+from pipeline.schedule.lowering import lower
+from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import simulate
 from tests.schedule.strategies import library_schedules

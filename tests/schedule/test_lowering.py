@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +9,8 @@ from hypothesis import strategies as st
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.errors import ScheduleError
 from pipeline.schedule.library import forward_only, gpipe, interleaved_1f1b, one_f_one_b
-from pipeline.schedule.lowering import add_communication, hoist_receives, lower, place_recomputation
+from pipeline.schedule.lowering import add_communication, hoist_receives, lower
+from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Channel, Message, Schedule, channel, message
 from pipeline.schedule.simulate import Costs, simulate
 from pipeline.schedule.validate import validate
@@ -83,13 +83,6 @@ def test_an_overlapped_pair_receives_for_both_before_it_and_sends_for_both_after
     validate(lowered)
 
 
-def test_the_backward_of_a_pair_is_recomputed_before_the_pair() -> None:
-    pair = by_hand("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", stage_to_rank=(0,), microbatches=3)
-    lowered = place_recomputation(pair, lambda stage, microbatch: microbatch == 0)
-    assert rows(lowered) == ["0F0 0F1 0R0 (0F2;0B0)OVERLAP_F_B 0B1 0B2"]
-    validate(lowered)
-
-
 def test_a_reduction_stays_where_it_is() -> None:
     reducing = by_hand("0F0 0B0 0REDUCE_GRAD", "1F0 1B0 1REDUCE_GRAD", stage_to_rank=(0, 1), microbatches=1)
     lowered = lower(reducing)
@@ -103,26 +96,10 @@ def test_one_rank_needs_no_communication() -> None:
     assert lower(interleaved_1f1b(1, 4, 3)) == interleaved_1f1b(1, 4, 3)
 
 
-@pytest.mark.parametrize(("word", "recomputed"), [("never", ()), ("except_last", (0, 1, 2)), ("always", (0, 1, 2, 3))])
-def test_checkpoint_modes(word: str, recomputed: tuple[int, ...]) -> None:
-    lowered = lower(gpipe(2, 4), activation_checkpoint=word)
-    for row in lowered.rows:
-        compute = [action for action in row if action.type.is_compute]
-        assert tuple(action.microbatch for action in compute if action.type is ActionType.R) == recomputed
-        for action, following in pairwise(compute):
-            if action.type is ActionType.R:
-                assert following == Action(action.stage, ActionType.B, action.microbatch)
-
-
 def test_forward_only_recomputes_nothing() -> None:
     lowered = lower(forward_only((0, 1, 0, 1), 3), activation_checkpoint="always")
     assert lowered.compute_only() == forward_only((0, 1, 0, 1), 3)
     validate(lowered)
-
-
-def test_an_unknown_checkpoint_mode() -> None:
-    with pytest.raises(ValueError, match="activation_checkpoint is 'often': use one of never, except_last, always"):
-        lower(gpipe(2, 2), activation_checkpoint="often")
 
 
 def test_a_negative_window() -> None:

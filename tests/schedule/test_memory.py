@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pipeline.schedule.actions import Action
 from pipeline.schedule.library import forward_only, gpipe, one_f_one_b
-from pipeline.schedule.lowering import lower, place_recomputation
+from pipeline.schedule.lowering import lower
 from pipeline.schedule.memory import Footprint, in_flight, peak_in_flight
+from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Costs, simulate
 from tests.schedule.strategies import library_schedules

@@ -16,7 +16,8 @@ from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.errors import ScheduleError
 from pipeline.schedule.events import bubble
 from pipeline.schedule.library import SCHEDULES, forward_only, gpipe, interleaved_1f1b, one_f_one_b, write
-from pipeline.schedule.lowering import lower, place_recomputation
+from pipeline.schedule.lowering import lower
+from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Costs, Event, bubbles, nominal_costs, simulate
 from tests.schedule.strategies import library_schedules

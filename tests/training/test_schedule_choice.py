@@ -152,10 +152,10 @@ def test_costs_that_can_not_be(costs: CostsSettings, problem: str):
 
 
 def test_bytes_only_where_they_are_stated():
-    assert stated_footprint(CostsSettings(), (0, 1)) is None
-    footprint = stated_footprint(CostsSettings(activation_bytes=[3, 4], boundary_bytes=2), (0, 1))
+    assert stated_footprint(Settings(), (0, 1)) is None
+    footprint = stated_footprint(Settings(costs=CostsSettings(activation_bytes=[3, 4], boundary_bytes=2)), (0, 1))
     assert footprint is not None
     assert (footprint.activation, footprint.boundary) == ((3.0, 4.0), 2.0)
-    share = stated_footprint(CostsSettings(activation_bytes=6, boundary_bytes=2), (0, 1, 1, 0), "rank")
+    share = stated_footprint(Settings(costs=CostsSettings(activation_bytes=6, boundary_bytes=2)), (0, 1, 1, 0), "rank")
     assert share is not None
     assert (share.activation, share.boundary) == ((3.0,) * 4, 2.0)

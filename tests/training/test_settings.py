@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.training.settings import Settings, described
+from pipeline.training.settings import ActivationCheckpointSettings, Settings, described
 
 
 def changed(path: str, value: Any) -> Settings:
@@ -43,7 +43,11 @@ def test_the_defaults_pass():
         ("launch", "threads", "launch=threads is unknown: use processes or in_process"),
         ("device", "tpu", "device=tpu is unknown: use auto, cpu or cuda"),
         ("partition.name", "best", "partition.name=best is unknown: use uniform, parameters or manual"),
-        ("activation_checkpoint.name", "some", "activation_checkpoint.name=some is unknown: use never, except_last or"),
+        ("activation_checkpoint.name", "some", "activation_checkpoint.name=some is unknown: use never, except_last,"),
+        ("activation_checkpoint.keep", "some", "activation_checkpoint.keep=some is unknown: use costly or null"),
+        ("activation_checkpoint.every", 2, "activation_checkpoint.every=2 is for activation_checkpoint=selective or "),
+        ("activation_checkpoint.keep_microbatches", 2, "is for activation_checkpoint=window, not never: drop one of"),
+        ("activation_checkpoint.name", "window", "activation_checkpoint=window takes one limit and has none: use act"),
         ("optimizer.name", "lion", "optimizer.name=lion is unknown: use adamw or sgd"),
         ("optimizer.decay", "linear", "optimizer.decay=linear is unknown: use cosine or constant"),
         ("logger.name", "csv", "logger.name=csv is unknown: use wandb or none"),
@@ -64,6 +68,31 @@ def test_what_is_out_of_range_is_refused_in_one_line(path, value, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (("selective", 0), "activation_checkpoint.every=0 is too small: use 2 for every second layer, or more"),
+        (
+            ("always", None, "costly"),
+            "activation_checkpoint.keep=costly is for activation_checkpoint=selective or wind",
+        ),
+        (("window", None, None, 3, "2GiB"), "activation_checkpoint=window takes one limit and has two: use"),
+        (
+            ("selective", None, None, None, "2GiB"),
+            "activation_checkpoint.memory_limit=2GiB is for activation_checkpoin",
+        ),
+    ],
+)
+def test_checkpointing_that_can_not_be(chosen, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(activation_checkpoint=ActivationCheckpointSettings(*chosen)).check()
+
+
+@pytest.mark.parametrize("chosen", [("selective",), ("selective", 2, "costly"), ("window", 2, "costly", 3)])
+def test_checkpointing_that_can_be(chosen):
+    Settings(activation_checkpoint=ActivationCheckpointSettings(*chosen)).check()
+
+
 @pytest.mark.parametrize(("path", "value"), [("gradient_clip", None), ("validate_every", 0), ("microbatches", 32)])
 def test_the_edges_pass(path, value):
     changed(path, value).check()
@@ -76,3 +105,10 @@ def test_runs_share_no_settings():
     assert second.optimizer.betas == [0.9, 0.95]
     assert second.partition.layers == []
     assert described(1, "one").metadata == {"help": "one"}
+
+
+def test_compiled_layers_keep_no_outputs_of_operations_inside_them():
+    chosen = ActivationCheckpointSettings("selective")
+    with pytest.raises(ValueError, match="compile=true fuses the operations whose outputs activation_checkpoint.keep="):
+        Settings(compile=True, activation_checkpoint=chosen).check()
+    Settings(compile=True, activation_checkpoint=ActivationCheckpointSettings("selective", 2)).check()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.schedule.library import options_of, write
-from pipeline.schedule.lowering import place_recomputation
+from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Costs
 
