@@ -62,8 +62,8 @@ def prepare(config: schema.Config) -> Job:
     build_model, build_data = config.builders()
     model, data, devices = build_model(), build_data(), choose_devices(config)
     measured = config.costs.source == "profile"
-    costs = measure(config, model, data, devices, write_schedule(config).stages)[0] if measured else None
-    plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0), costs)
+    found = measure(config, model, data, devices, write_schedule(config).stages) if measured else (None, None)
+    plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0), *found)
     plan.check_targets(data.classes)
     if schema.is_recording_rank():
         warn_of_slow_choices(config, devices)

@@ -58,6 +58,18 @@ def test_costs_per_rank_and_recomputation(tmp_path: Path):
     assert early["makespan"] == 8 * 4 + 3 * 3  # m(2F+B) + (p-1)(F+B): R runs before the gradient arrives
 
 
+def test_a_part_is_recomputed(tmp_path: Path):
+    """m(F+R+B) + (p-1)(F+B), R half of F; a window of what fits costs an R for each of the others."""
+    counts = ("schedule=gpipe", "pp=4", "microbatches=8", "costs.activation_bytes=10")
+    half = plan(tmp_path / "half", *counts, "activation_checkpoint=selective", "activation_checkpoint.every=2")
+    assert half["makespan"] == 8 * 3.5 + 3 * 3
+    assert half["peak_bytes"] == [8 * 5 + 5] * 4, "half of each, and the other half of the one that is rebuilt"
+    limit = "activation_checkpoint.memory_limit=30"
+    some = plan(tmp_path / "some", *counts, "activation_checkpoint=window", limit)
+    assert some["makespan"] == 8 * 3 + 3 * 3 + 5
+    assert some["peak_bytes"] == [30] * 4
+
+
 def test_costs_of_the_real_model(tmp_path: Path):
     found = plan(tmp_path, *TINY[:6], "costs.source=profile", "pp=2")
     assert found["unit"] == "s"
@@ -101,6 +113,19 @@ def test_a_sweep_of_plans_is_compared(tmp_path: Path):
         (["schedule=file", "schedule.path=nowhere.csv"], "can't be read"),
         (["schedule=custom", "schedule.target=no.such:thing"], "can't be imported"),
         (["schedule=file"], "schedule=file needs a file"),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.every=0"],
+            "activation_checkpoint.every=0 is too s",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.keep=all"],
+            "keep=all is unknown: use costly or nu",
+        ),
+        (["activation_checkpoint=window"], "activation_checkpoint=window takes one limit and has none"),
+        (
+            ["activation_checkpoint=window", "activation_checkpoint.memory_limit=5", "costs.activation_bytes=10"],
+            "activation_checkpoint.memory_limit=5: rank 0 needs 10 even with all its microbatches recomputed: use that",
+        ),
     ],
 )
 def test_what_can_not_be_is_one_line(tmp_path: Path, arguments: list[str], line: str):

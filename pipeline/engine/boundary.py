@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -51,6 +51,7 @@ def boundaries(
     dtype: torch.dtype,
     device: torch.device,
     autocast: Autocast,
+    kept: Collection[int] = (),
 ) -> tuple[TensorSpec, ...]:
     """What each stage receives, and last what the last stage gives to the loss: one spec more than stages.
 
@@ -64,15 +65,16 @@ def boundaries(
         dtype: the parameters' dtype; floating-point input is converted to it.
         device: the device type decides autocast's rules.
         autocast: makes the context that the run's forward passes are under.
+        kept: layers inside a stage whose input is kept as well, for a recomputation of a part of the stage.
 
     Raises:
-        ValueError: BatchNorm would see a single value a channel, a layer refuses its input's shape, or a stage's first
-            layer overwrites its input.
+        ValueError: BatchNorm would see a single value a channel, a layer refuses its input's shape, or a layer
+            overwrites an input that is kept: a stage's first one, or one of `kept`.
         TypeError: a stage's output is not a tensor.
     """
     specs = [TensorSpec(inputs.shape, dtype if inputs.dtype.is_floating_point else inputs.dtype)]
     ends = {sum(counts[: stage + 1]) for stage in range(len(counts))}
-    starts = {0} | ends
+    starts = {0, *ends, *kept}
     with torch.device("meta"):
         modules = [layer.build().train() for layer in layers]
     with FakeTensorMode(), torch.device(device):

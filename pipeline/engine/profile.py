@@ -6,12 +6,15 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.model import Model
+from pipeline.engine.passes import Pass
+from pipeline.engine.segments import Recomputed
 from pipeline.engine.stage import Placement, Stage
 from pipeline.engine.weight_gradient import WeightGradients
 
@@ -26,6 +29,7 @@ class StageProfile:
     backward: float
     backward_input: float
     backward_weight: float
+    recompute: float
     activation_bytes: int
     """From the forward to the end of the backward: input, output and what autograd saves."""
     weight_gradient_bytes: int
@@ -35,7 +39,13 @@ class StageProfile:
 
 
 def profile_stages(
-    model: Model, counts: Sequence[int], placement: Placement, inputs: Tensor, targets: Tensor, repeats: int = REPEATS
+    model: Model,
+    counts: Sequence[int],
+    placement: Placement,
+    inputs: Tensor,
+    targets: Tensor,
+    repeats: int = REPEATS,
+    recomputed: Recomputed | None = None,
 ) -> tuple[StageProfile, ...]:
     """Time every stage alone, one after the other, in this process; only one has memory at a time.
 
@@ -44,12 +54,14 @@ def profile_stages(
         placement: device and precision of the run.
         inputs, targets: one microbatch.
         repeats: timed passes of each kind, after one that warms up.
+        recomputed: the part of a stage that an R computes again.
     """
     profiles, start = [], 0
     dtype = placement.dtype if inputs.is_floating_point() else None
     value = inputs.to(placement.device, dtype, copy=True)
     for index, count in enumerate(counts):
-        stage = Stage(index, model.layers[start : start + count], model, placement, last=index == len(counts) - 1)
+        layers, last = model.layers[start : start + count], index == len(counts) - 1
+        stage = Stage(index, layers, model, placement, last=last, recomputed=recomputed)
         stage.split_backward()
         stage.train(True)
         profile, value = _Passes(stage, value, targets.to(placement.device), model).profile(repeats)
@@ -67,17 +79,20 @@ class _Passes:
         self._targets = targets
         self._weight = float(model.loss.weight(targets))
         self._device = stage.placement.device
+        self._run = partial(stage.forward, targets=targets, weight=self._weight, step=0, microbatch=0)
 
     def profile(self, repeats: int) -> tuple[StageProfile, Tensor]:
         """The stage's profile, and its output for the stage after it."""
         whole = [self._whole() for _ in range(repeats + 1)][1:]
         split = [self._split() for _ in range(repeats + 1)][1:]
+        again = [self._again() for _ in range(repeats + 1)][1:]
         activation, left, output = self._bytes()
         profile = StageProfile(
             forward=statistics.median(forward for forward, _ in whole),
             backward=statistics.median(backward for _, backward in whole),
             backward_input=statistics.median(for_input for for_input, _ in split),
             backward_weight=statistics.median(for_weight for _, for_weight in split),
+            recompute=statistics.median(again),
             activation_bytes=activation,
             weight_gradient_bytes=left,
             input_bytes=self._inputs.nbytes,
@@ -102,6 +117,13 @@ class _Passes:
         weights.apply()
         return middle - began, self._now() - middle
 
+    def _again(self) -> float:
+        passed = Pass(self._stage, self._leaf(), recomputed=True)
+        passed.forward(self._run)
+        began = self._now()
+        passed.recompute(self._run)
+        return self._now() - began
+
     def _bytes(self) -> tuple[int, int, Tensor]:
         """Bytes held after the forward, bytes left by I, and the output."""
         meter = ActivationMeter([tensor for _, tensor in self._stage.named_tensors()])
@@ -125,7 +147,7 @@ class _Passes:
 
     def _forward(self, inputs: Tensor, weights: WeightGradients | None) -> Tensor:
         with self._stage.deferring(weights):
-            return self._stage.forward(inputs, self._targets, weight=self._weight, step=0, microbatch=0)
+            return self._run(inputs)
 
     def _backward(self, output: Tensor, weights: WeightGradients | None = None) -> None:
         if output.requires_grad:

@@ -11,6 +11,7 @@ from pipeline.engine.model import Model
 from pipeline.engine.profile import StageProfile, profile_stages
 from pipeline.schedule.costs import Costs
 from pipeline.schedule.memory import Footprint
+from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.devices import Devices
 from pipeline.training.placement import place
 from pipeline.training.plan import cut, layer_sizes, microbatch_sizes
@@ -33,7 +34,8 @@ def measure(settings: Settings, model: Model, data: Data, devices: Devices, stag
     placement = place(settings, device)
     inputs, targets = data.train.inputs(0)[:size], data.train.targets(0)[:size]
     with _threads_of_a_rank(settings.pp):
-        return to_costs(profile_stages(model, counts, placement, inputs, targets), settings)
+        part = recomputed_part(settings.activation_checkpoint)
+        return to_costs(profile_stages(model, counts, placement, inputs, targets, recomputed=part), settings)
 
 
 @contextmanager
@@ -48,13 +50,14 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
 
 
 def to_costs(profiles: tuple[StageProfile, ...], settings: Settings) -> tuple[Costs, Footprint]:
-    """The simulator's terms for what was measured. A message's size is that of the output; a recomputation is an F."""
+    """The simulator's terms for what was measured. A message's size is that of the output."""
     outputs = tuple(float(stage.output_bytes) for stage in profiles)
     costs = Costs(
         forward=tuple(stage.forward for stage in profiles),
         backward=tuple(stage.backward for stage in profiles),
         backward_input=tuple(stage.backward_input for stage in profiles),
         backward_weight=tuple(stage.backward_weight for stage in profiles),
+        recompute=tuple(stage.recompute for stage in profiles),
         transfer=settings.costs.transfer,
         bandwidth=settings.costs.bandwidth,
         boundary_bytes=outputs,

@@ -22,7 +22,7 @@ from pipeline.schedule.simulate import Simulation, nominal_costs, simulate
 from pipeline.schedule.validate import validate
 from pipeline.training.checkpointing import lowered, recomputed_part
 from pipeline.training.precision import autocast, parameter_dtype
-from pipeline.training.schedule_choice import write_schedule
+from pipeline.training.schedule_choice import stated_footprint, write_schedule
 from pipeline.training.settings import Settings
 
 
@@ -129,7 +129,7 @@ def make_plan(
         inputs: one whole batch of the model's input.
         device: its type decides autocast's rules.
         costs: measured ones, for a schedule that is searched for its costs; None: the stated ones.
-        footprint: bytes of a microbatch at each stage, for checkpointing with a limit in bytes.
+        footprint: bytes of a microbatch at each stage, for checkpointing with a limit in bytes; None: the stated ones.
 
     Raises:
         ValueError: the schedule, the cut or the batch can't be, with the values and the cure.
@@ -138,7 +138,7 @@ def make_plan(
     validate(schedule)
     layers = layer_sizes(model)
     counts = cut(settings, layers, schedule.stages)
-    program = lowered(schedule, settings, footprint)
+    program = lowered(schedule, settings, footprint or stated_footprint(settings, schedule.stage_to_rank))
     evaluation = lower(forward_only(schedule.stage_to_rank, settings.microbatches), prefetch=settings.prefetch)
     for complete in (program, evaluation):
         validate(complete)
@@ -191,6 +191,8 @@ def cut(settings: Settings, layers: Sequence[LayerSize], stages: int) -> tuple[i
 def _boundaries(
     settings: Settings, model: Model, counts: Sequence[int], inputs: TensorSpec, size: int, device: torch.device
 ) -> tuple[TensorSpec, ...]:
+    part = recomputed_part(settings.activation_checkpoint)
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
     return boundaries(
         model.layers,
         counts,
@@ -198,6 +200,7 @@ def _boundaries(
         dtype=parameter_dtype(settings.precision),
         device=device,
         autocast=autocast(settings.precision, device.type),
+        kept=[start + one.layers.start for start, n in zip(starts, counts, strict=True) for one in part.segments(n)],
     )
 
 

@@ -39,7 +39,13 @@ class Outcome:
 
 
 def settings_for(
-    schedule: str, pp: int, microbatches: int, batch_size: int, *, checkpoint: str = "never", **more: object
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    batch_size: int,
+    *,
+    checkpoint: str | ActivationCheckpointSettings = "never",
+    **more: object,
 ) -> Settings:
     """Settings of a small run; interleaved schedules get two stages a rank."""
     stages_per_rank = 2 if "stages_per_rank" in options_of(schedule) else 1
@@ -48,7 +54,7 @@ def settings_for(
         microbatches=microbatches,
         batch_size=batch_size,
         schedule=ScheduleSettings(schedule, stages_per_rank),
-        activation_checkpoint=ActivationCheckpointSettings(checkpoint),
+        activation_checkpoint=ActivationCheckpointSettings(checkpoint) if isinstance(checkpoint, str) else checkpoint,
         **more,  # type: ignore[arg-type]
     )
     settings.check()

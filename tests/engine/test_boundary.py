@@ -21,9 +21,9 @@ BF16 = PrecisionSettings("bf16", "float32", "bfloat16")
 FP64 = PrecisionSettings("fp64", "float64", None)
 
 
-def specs(layers, inputs, counts=None, *, dtype=torch.float32, context=nullcontext):
+def specs(layers, inputs, counts=None, *, dtype=torch.float32, context=nullcontext, kept=()):
     counts = counts or (1,) * len(layers)
-    return boundaries(layers, counts, TensorSpec.of(inputs), dtype=dtype, device=CPU, autocast=context)
+    return boundaries(layers, counts, TensorSpec.of(inputs), dtype=dtype, device=CPU, autocast=context, kept=kept)
 
 
 @pytest.mark.parametrize("precision", [BF16, FP64], ids=["bf16", "fp64"])
@@ -107,6 +107,8 @@ def test_a_stage_must_not_overwrite_what_it_received():
     with pytest.raises(ValueError, match="layer 0 overwrites"):
         specs(chain([partial(nn.ReLU, inplace=True)]).layers, vectors(2)[0])
     assert specs(overwriting, vectors(2)[0], (2, 1)), "inside a stage it harms nobody"
+    with pytest.raises(ValueError, match="layer 1 overwrites its input"):
+        specs(overwriting, vectors(2)[0], (2, 1), kept=[0, 1])
 
 
 def test_a_spec_reads_like_a_tensor():

@@ -6,14 +6,21 @@ import pytest
 import torch
 
 from pipeline.training.precision import autocast
-from pipeline.training.settings import PrecisionSettings
+from pipeline.training.settings import ActivationCheckpointSettings, PrecisionSettings
 from tests.engine.harness import CPU, microbatches_of, outcome, plan_for, settings_for, step
 from tests.engine.samples import linears, small_gpt, text, vectors
 
 BF16 = PrecisionSettings("bf16", "float32", "bfloat16")
 
 
-def bf16_step(model, inputs, targets, schedule: str, checkpoint: str = "never", measure: bool = False):
+def bf16_step(
+    model,
+    inputs,
+    targets,
+    schedule: str,
+    checkpoint: str | ActivationCheckpointSettings = "never",
+    measure: bool = False,
+):
     """One step under bf16 autocast of all ranks in this process: the outcome, and each rank's peak activations."""
     from pipeline.engine.stage import Placement
     from pipeline.engine.transport import InProcessTransport
@@ -42,8 +49,12 @@ def test_copies_of_weights_do_not_multiply_with_microbatches():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
-@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
-def test_checkpointed_forwards_leave_no_copy_without_a_graph(schedule: str, checkpoint: str):
+@pytest.mark.parametrize(
+    "checkpoint", ["except_last", "always", "selective", ActivationCheckpointSettings("selective", 2)]
+)
+def test_checkpointed_forwards_leave_no_copy_without_a_graph(
+    schedule: str, checkpoint: str | ActivationCheckpointSettings
+):
     """A copy made in a forward without a graph, found again by the recomputation, would give the weight no gradient."""
     model, (inputs, targets) = small_gpt(), text(8)
     expected, _ = bf16_step(model, inputs, targets, schedule)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.profile import profile_stages
+from pipeline.engine.segments import Recomputed
 from tests.engine.harness import placement
 from tests.engine.samples import chain, small_gpt, text, vectors
 from tests.engine.test_activations import LINEAR, SAMPLES, TENSOR, Total
@@ -17,9 +20,31 @@ def test_every_stage_is_timed():
     assert len(profiles) == 3
     for profile in profiles:
         assert min(profile.forward, profile.backward, profile.backward_input, profile.backward_weight) > 0
+        assert profile.recompute > 0
     hidden = 2 * 8 * 16 * 8  # batch, context, width, bytes
     assert [profile.input_bytes for profile in profiles] == [2 * 8 * 8, hidden, hidden]
     assert [profile.output_bytes for profile in profiles] == [hidden, hidden, 8]
+
+
+class Counts(nn.Linear):
+    """How often it runs."""
+
+    calls = 0
+
+    def forward(self, x):
+        Counts.calls += 1
+        return super().forward(x)
+
+
+def test_a_recomputation_is_timed_of_its_part_alone():
+    """Two more calls of the first layer than of the second, for each repetition and the one that warms up."""
+    calls = []
+    for part in (Recomputed(), Recomputed(2)):
+        Counts.calls = 0
+        model = chain([LINEAR, partial(Counts, 4, 4)], loss=Total())
+        profile_stages(model, (2,), placement(), *vectors(SAMPLES), repeats=1, recomputed=part)
+        calls.append(Counts.calls)
+    assert calls[0] - calls[1] == 2
 
 
 def test_bytes_are_those_of_the_tensors_held():

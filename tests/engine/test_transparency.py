@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
+import torch
 
 from models.resnet import resnet
+from pipeline.engine.stage import Stage
 from pipeline.schedule import library
-from tests.engine.harness import Outcome, assert_equal_outcomes, pipelined, plain_loop, settings_for
+from pipeline.training.plan import microbatch_sizes
+from pipeline.training.schedule_choice import write_schedule
+from pipeline.training.settings import ActivationCheckpointSettings
+from tests.engine.harness import (
+    Outcome,
+    assert_equal_outcomes,
+    buffers_of,
+    pipelined,
+    placement,
+    plain_loop,
+    settings_for,
+)
 from tests.engine.samples import images, small_gpt, text
+from tests.schedule.test_recomputation import least
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
 OTHERS = tuple(name for name in library.SCHEDULES if name not in SCHEDULES)
@@ -67,6 +82,58 @@ def test_resnet_on_every_other_schedule(schedule, pp, mode):
         settings_for(schedule, pp, microbatches, 8, checkpoint=mode), resnet(depth=18, classes=10), *images(8)
     )
     assert_equal_outcomes(found, microbatch_resnet(18, 8, microbatches))
+
+
+def least_window(schedule: str, pp: int, microbatches: int) -> ActivationCheckpointSettings:
+    """The narrowest window of each rank: whatever can be is recomputed somewhere."""
+    written = write_schedule(settings_for(schedule, pp, microbatches, microbatches))
+    return ActivationCheckpointSettings("window", keep_microbatches=[int(most) for most in least(written)])
+
+
+PARTS = {
+    "costly": lambda *_: ActivationCheckpointSettings("selective"),
+    "every 2nd": lambda *_: ActivationCheckpointSettings("selective", 2),
+    "window": least_window,
+    "window of a part": lambda *counts: replace(least_window(*counts), every=2, keep="costly"),
+}
+"""Of what is recomputed: a part of the stage, or of the microbatches."""
+
+
+@functools.cache
+def gpt_with_dropout(batch_size: int, microbatches: int) -> Outcome:
+    """Microbatch after microbatch through the model on one device, with the dropout of each."""
+    model, (inputs, targets) = small_gpt(dropout=0.3), text(batch_size)
+    stage = Stage(0, model.layers, model, placement(), last=True)
+    for alias, owner in model.tied.items():
+        stage.tie(alias, dict(stage.named_parameters())[owner])
+    weight, total = model.loss.weight(targets), torch.zeros((), dtype=torch.float64)
+    sizes = list(microbatch_sizes(batch_size, microbatches))
+    for number, (piece, answer) in enumerate(zip(inputs.split(sizes), targets.split(sizes), strict=True)):
+        loss = stage.forward(piece, answer, weight=weight, step=0, microbatch=number)
+        loss.backward()
+        total = total + loss.detach()
+    return Outcome(total, {name: p.grad for name, p in stage.named_parameters()}, buffers_of([stage]))
+
+
+@pytest.mark.parametrize(("schedule", "pp", "part"), itertools.product(library.SCHEDULES, (2, 4), PARTS))
+def test_gpt_with_dropout_where_a_part_is_recomputed(schedule, pp, part):
+    checkpoint = PARTS[part](schedule, pp, 8)
+    found = pipelined(settings_for(schedule, pp, 8, 10, checkpoint=checkpoint), small_gpt(dropout=0.3), *text(10))
+    assert_equal_outcomes(found, gpt_with_dropout(10, 8))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "part"),
+    [
+        (schedule, pp, list(PARTS)[(index + pp // 4) % len(PARTS)])
+        for index, schedule in enumerate(library.SCHEDULES)
+        for pp in (2, 4)
+    ],
+)
+def test_resnet_where_a_part_is_recomputed(schedule, pp, part):
+    checkpoint = PARTS[part](schedule, pp, 8)
+    found = pipelined(settings_for(schedule, pp, 8, 8, checkpoint=checkpoint), resnet(depth=18, classes=10), *images(8))
+    assert_equal_outcomes(found, microbatch_resnet(18, 8, 8))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -46,7 +46,9 @@ def test_the_pipeline_does_not_change_the_run(schedule, pp, precision):
     assert_same_run(run_of(schedule, pp, precision), run_of("1f1b", 1, precision), TOLERANCE[precision])
 
 
-@pytest.mark.parametrize(("schedule", "pp", "checkpoint"), [("1f1b", 3, "always"), ("gpipe", 2, "except_last")])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "checkpoint"), [("1f1b", 3, "always"), ("gpipe", 2, "except_last"), ("1f1b", 2, "selective")]
+)
 def test_checkpointing_does_not_change_the_run(schedule, pp, checkpoint):
     assert run_of(schedule, pp, "fp32", checkpoint).losses == run_of(schedule, pp, "fp32").losses
 

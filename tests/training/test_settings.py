@@ -109,6 +109,8 @@ def test_runs_share_no_settings():
 
 def test_compiled_layers_keep_no_outputs_of_operations_inside_them():
     chosen = ActivationCheckpointSettings("selective")
-    with pytest.raises(ValueError, match="compile=true fuses the operations whose outputs activation_checkpoint.keep="):
+    with pytest.raises(
+        ValueError, match=r"compile=true fuses the operations whose outputs activation_checkpoint.keep="
+    ):
         Settings(compile=True, activation_checkpoint=chosen).check()
     Settings(compile=True, activation_checkpoint=ActivationCheckpointSettings("selective", 2)).check()
