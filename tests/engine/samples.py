@@ -42,7 +42,8 @@ class Explodes(nn.Linear):
 
 
 def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.normal_(generator=generator)
+    if tensor.is_floating_point():  # else BatchNorm's count
+        tensor.normal_(generator=generator)
 
 
 def chain(
