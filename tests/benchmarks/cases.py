@@ -33,7 +33,9 @@ TORCH_CLASSES: Mapping[str, type] = {
     "interleaved_zb": torch_schedules.ScheduleInterleavedZeroBubble,
     "zbv": torch_schedules.ScheduleZBVZeroBubble,
 }
-"""Our name -> the class of torch.distributed.pipelining that runs the same family, with as many stages a rank."""
+"""Our name -> the class of torch.distributed.pipelining that runs the same family, with as many stages a rank.
+
+zbv needs a torch newer than 2.11, where a stage greets its neighbor on the same rank and gloo can't send to itself."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from tests.benchmarks.table import Row, geometric_mean, parser, publish, table
 
 PP = 2
 QUICK_MODELS = ("tiny", "small", "wide", "resnet50")
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tests.benchmarks.engines import FP32_ON_CPU, Ours, clear
 from tests.benchmarks.table import Row, parser, publish
 
 PP = 2
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zb")
 ROUNDS = 200
 QUICK_ROUNDS = 40
 

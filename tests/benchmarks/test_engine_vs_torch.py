@@ -16,7 +16,9 @@ from tests.benchmarks.table import Row, geometric_mean, table
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     file = tmp_path_factory.mktemp("benchmark") / "rows.json"
-    rows = main(["--quick", "--models", "tiny", "--schedules", "1f1b", "zbv", "--rounds", "2", "--json", str(file)])
+    rows = main(
+        ["--quick", "--models", "tiny", "--schedules", "1f1b", "interleaved_zb", "--rounds", "2", "--json", str(file)]
+    )
     assert json.loads(file.read_text()) == rows
     return rows
 
@@ -24,7 +26,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 def test_both_engines_do_the_plain_loops_work(measured: list[Row]) -> None:
     assert [(row["model"], row["schedule"], row["torch"]) for row in measured] == [
         ("tiny", "1f1b", "1F1B"),
-        ("tiny", "zbv", "ZBVZeroBubble"),
+        ("tiny", "interleaved_zb", "InterleavedZeroBubble"),
     ]
     for row in measured:
         assert 0 <= float(row["error"]) <= TOLERANCE
