@@ -16,7 +16,8 @@ from pipeline.engine.materialize import materialize, named_tensors
 from pipeline.engine.model import Layer, Model
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
 from pipeline.engine.segments import Recomputed, whole
-from pipeline.engine.weight_gradient import Deferral, WeightGradients, split_weight_gradients
+from pipeline.engine.split_modules import split_weight_gradients
+from pipeline.engine.weight_gradient import Deferral, WeightGradients
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from pipeline.engine.casts import cast, casts_kept_for_a_step
 from pipeline.training.precision import autocast
 from pipeline.training.settings import ActivationCheckpointSettings, PrecisionSettings
 from tests.engine.harness import CPU, microbatches_of, outcome, plan_for, settings_for, step
@@ -69,3 +71,26 @@ def test_a_step_leaves_autocast_as_it_was():
     assert torch.is_autocast_cache_enabled()
     assert torch.autocast_increment_nesting() == 1
     assert torch.autocast_decrement_nesting() == 0
+
+
+def test_a_cast_weight_is_made_once_in_a_step():
+    weight = nn.Parameter(torch.ones(2, 2))
+    with casts_kept_for_a_step():
+        first = cast(weight, torch.bfloat16)
+        assert first.dtype == torch.bfloat16
+        assert not first.requires_grad
+        assert cast(weight, torch.bfloat16) is first
+        with torch.no_grad():
+            weight.mul_(3)
+        assert torch.equal(cast(weight, torch.bfloat16), torch.full((2, 2), 3.0, dtype=torch.bfloat16))
+
+
+def test_a_step_sees_what_a_fused_optimizer_did():
+    """Fused optimizers change weights without moving the version that tells others of it."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    with casts_kept_for_a_step():
+        before = cast(weight, torch.bfloat16)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    with casts_kept_for_a_step():
+        assert torch.equal(cast(weight, torch.bfloat16), before / 2)

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
-from pipeline.engine.weight_gradient import Deferral, WeightGradients, split_weight_gradients
+from pipeline.engine.split_modules import split_weight_gradients
+from pipeline.engine.weight_gradient import Deferral, WeightGradients
 
 
 class Twice(nn.Module):
@@ -58,8 +61,114 @@ class Unplain(nn.Linear):
         return super().forward(x) * 2
 
 
+class Named(nn.Linear):
+    """A subclass that computes what its parent does."""
+
+
+class Standardized(nn.Conv2d):
+    """Weight standardization: a forward of its own under the parent's."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight - weight.mean(dim=(1, 2, 3), keepdim=True), bias)
+
+
+class ChannelsLast(nn.LayerNorm):
+    """As in ConvNeXt: normalizes the channels of maps."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ByHand(nn.Module):
+    """A Linear whose parameters are used without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.proj.weight, self.proj.bias)
+
+
+class SelfAttention(nn.MultiheadAttention):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x, x)[0]
+
+
+class ByKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(input=self.linear(input=x))
+
+
+class Overwriting(nn.Module):
+    """In-place operations right behind split modules; the first one's input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(functional.relu_(self.first(x.detach()))).mul_(2)
+        return functional.relu_(self.last(x))
+
+
+class ScaledTokens(nn.Module):
+    """As in the first transformer: embeddings are scaled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens(x).mul_(2)
+
+
+class HalfFrozen(nn.Module):
+    """One call without a graph, one with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.norm(self.linear(x))
+        return self.norm(self.linear(x)) - target
+
+
+class Checkpointed(nn.Module):
+    """Drops its activations and computes them again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def parametrized(name: str, module: nn.Module) -> nn.Module:
+    return parametrize.register_parametrization(module, name, Doubled())
+
+
 def vectors() -> Tensor:
     return torch.randn(4, 3, 6, dtype=torch.float64)
+
+
+def complex_vectors() -> Tensor:
+    return torch.randn(4, 6, dtype=torch.complex128)
 
 
 def maps() -> Tensor:
@@ -79,7 +188,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "layer norm without parameters": (lambda: nn.LayerNorm(6, elementwise_affine=False), vectors),
     "conv": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.ReLU()), maps),
     "grouped and dilated conv": (lambda: nn.Conv2d(4, 8, 3, groups=2, dilation=2, bias=False), maps),
-    "conv with same padding": (lambda: nn.Conv2d(4, 6, 3, padding="same"), maps),
+    "conv with same padding": (lambda: nn.Conv2d(4, 6, (3, 4), padding="same", dilation=(2, 1)), maps),
+    "conv with valid padding": (lambda: nn.Conv2d(4, 6, 3, padding="valid", stride=2), maps),
+    "conv with circular edges": (lambda: nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular"), maps),
     "conv with reflected edges": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), maps),
     "embedding": (lambda: nn.Sequential(nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 3)), tokens),
     "embedding by frequency": (lambda: nn.Embedding(7, 4, scale_grad_by_freq=True), tokens),
@@ -87,33 +198,54 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a weight of two modules": (SharedByTwo, vectors),
     "a weight that is used plainly too": (TiedHead, tokens),
     "a subclass": (lambda: Unplain(6, 4), vectors),
+    "a subclass with the forward it inherits": (lambda: Named(6, 4), vectors),
+    "an override for one convolution": (lambda: Standardized(4, 6, 3), maps),
+    "a norm in a shape of its own": (lambda: ChannelsLast(4), maps),
+    "a weight used by hand": (ByHand, vectors),
+    "attention's out_proj, used by hand": (lambda: SelfAttention(6), vectors),
+    "called by keyword": (ByKeyword, vectors),
+    "overwritten outputs": (Overwriting, vectors),
+    "overwritten maps": (lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(inplace=True), nn.Conv2d(6, 2, 1)), maps),
+    "overwritten embeddings": (ScaledTokens, tokens),
+    "a complex weight": (lambda: nn.Linear(6, 4, dtype=torch.complex128), complex_vectors),
+    "a weight computed from others": (lambda: parametrizations.weight_norm(nn.Linear(6, 4)), vectors),
+    "a weight with a power iteration": (lambda: parametrizations.spectral_norm(nn.Linear(6, 4)), vectors),
+    "a bias computed from another": (lambda: parametrized("bias", nn.Linear(6, 4)), vectors),
+    "a norm's weight computed from another": (lambda: parametrized("weight", nn.LayerNorm(6)), vectors),
+    "a pruned weight": (lambda: prune.random_unstructured(nn.Linear(6, 4), "weight", 0.5), vectors),
+    "a part without a graph": (HalfFrozen, vectors),
+    "checkpointed by the user": (Checkpointed, vectors),
     "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), vectors),
 }
 
 
 def run_split(module: nn.Module, deferral: Deferral, x: Tensor, gradient: Tensor | None = None):
     """F, I and W; the output, the input's gradient, and which parameters had a gradient before W."""
-    inputs = x.clone().requires_grad_(x.is_floating_point())
+    inputs = x.clone().requires_grad_(x.dtype != torch.int64)
     deferral.store = weights = WeightGradients()
     output = module(inputs)
-    deferral.store = None
     output.backward(torch.ones_like(output) if gradient is None else gradient)
+    deferral.store = None
     early = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
     weights.apply()
     return output, inputs.grad, early
+
+
+def _in_double(module: nn.Module) -> nn.Module:
+    return module if any(parameter.is_complex() for parameter in module.parameters()) else module.double()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_split_equals_whole(name: str):
     torch.manual_seed(0)
     build, make_inputs = CASES[name]
-    whole = build().double()
-    split = copy.deepcopy(whole)
-    deferral = Deferral()
+    whole = _in_double(build())
+    torch.manual_seed(0)
+    split, deferral = _in_double(build()), Deferral()
     split_weight_gradients(split, deferral)
     for _ in range(3):  # gradients accumulate over microbatches
         x = make_inputs()
-        inputs = x.clone().requires_grad_(x.is_floating_point())
+        inputs = x.clone().requires_grad_(x.dtype != torch.int64)
         expected = whole(inputs)
         gradient = torch.randn_like(expected)
         expected.backward(gradient)
@@ -129,7 +261,22 @@ def test_split_equals_whole(name: str):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv", "embedding", "a module called twice"])
+WAITING = [
+    "mlp",
+    "conv",
+    "conv on a lone image",
+    "conv with same padding",
+    "conv with reflected edges",
+    "embedding",
+    "a module called twice",
+    "a subclass with the forward it inherits",
+    "a norm in a shape of its own",
+    "called by keyword",
+    "overwritten outputs",
+]
+
+
+@pytest.mark.parametrize("name", WAITING)
 def test_weights_wait_for_w(name: str):
     build, make_inputs = CASES[name]
     module, deferral = build().double(), Deferral()
@@ -144,6 +291,84 @@ def test_other_parameters_get_theirs_in_i():
     split_weight_gradients(module, deferral)
     *_, early = run_split(module, deferral, vectors())
     assert early == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_parameter_with_hooks_gets_its_gradient_where_they_see_it(register: str):
+    module, deferral, seen = nn.Linear(6, 4).double(), Deferral(), []
+    split_weight_gradients(module, deferral)
+    getattr(module.weight, register)(lambda tensor: seen.append(tensor.shape))
+    *_, early = run_split(module, deferral, vectors())
+    assert early == {"weight", "bias"}
+    assert seen == [(4, 6)]
+
+
+def test_a_weight_computed_from_others_after_the_split():
+    torch.manual_seed(0)
+    whole, deferral = nn.Linear(6, 4).double(), Deferral()
+    split = copy.deepcopy(whole)
+    split_weight_gradients(split, deferral)
+    for module in (whole, split):
+        parametrized("bias", module)
+    x = vectors()
+    whole(x).sum().backward()
+    run_split(split, deferral, x)
+    for found, expected in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_weights_given_for_one_call():
+    """functional_call's weights are not leaves: their gradient goes on to where they come from."""
+    module, deferral, scale = nn.Linear(6, 4).double(), Deferral(), torch.ones((), dtype=torch.float64)
+    split_weight_gradients(module, deferral)
+    scale.requires_grad_()
+    given = {name: parameter * scale for name, parameter in module.named_parameters()}
+    deferral.store = WeightGradients()
+    torch.func.functional_call(module, given, vectors()).sum().backward()
+    deferral.store.apply()
+    assert scale.grad is not None
+
+
+def test_hooks_of_a_split_module_run():
+    module, deferral, seen = nn.Linear(6, 4).double(), Deferral(), []
+    split_weight_gradients(module, deferral)
+    module.register_forward_pre_hook(lambda _, inputs: seen.append("before"))
+    module.register_forward_hook(lambda _, inputs, output: seen.append("after"))
+    module.register_full_backward_hook(lambda _, grad_input, grad_output: seen.append("backward"))
+    *_, early = run_split(module, deferral, vectors())
+    assert seen == ["before", "after", "backward"]
+    assert early == set()
+
+
+def test_an_input_changed_after_the_forward_is_noticed():
+    module, deferral = nn.Linear(6, 4).double(), Deferral()
+    split_weight_gradients(module, deferral)
+    deferral.store = WeightGradients()
+    inputs = vectors()
+    output = module(inputs)
+    inputs.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_microbatches_in_flight_keep_apart():
+    torch.manual_seed(0)
+    module, deferral = CASES["mlp"][0]().double(), Deferral()
+    whole = copy.deepcopy(module)
+    split_weight_gradients(module, deferral)
+    batches, stores, outputs = [vectors() for _ in range(3)], [], []
+    for x in batches:
+        deferral.store = WeightGradients()
+        stores.append(deferral.store)
+        outputs.append(module(x))
+    deferral.store = None
+    for index in (1, 0, 2):
+        outputs[index].sum().backward()
+    for index in (2, 0, 1):
+        stores[index].apply()
+        whole(batches[index]).sum().backward()
+    for found, expected in zip(module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-11, atol=1e-12)
 
 
 def test_frozen_parameters_get_none():
@@ -181,15 +406,6 @@ def test_low_precision_follows_autocast(dtype: torch.dtype | None):
         torch.testing.assert_close(found.grad, other.grad, rtol=2**-6, atol=2**-6)
 
 
-def test_a_cast_weight_is_made_once_and_again_after_the_optimizer():
-    deferral, weight = Deferral(), nn.Parameter(torch.ones(2, 2))
-    first = deferral.cast(weight, torch.bfloat16)
-    assert deferral.cast(weight, torch.bfloat16) is first
-    with torch.no_grad():
-        weight.mul_(3)
-    assert torch.equal(deferral.cast(weight, torch.bfloat16), torch.full((2, 2), 3.0, dtype=torch.bfloat16))
-
-
 def test_w_frees_what_it_held():
     module, deferral = nn.Linear(6, 6).double(), Deferral()
     split_weight_gradients(module, deferral)
@@ -203,6 +419,19 @@ def test_w_frees_what_it_held():
     assert not memory.expired(), "W needs the input"
     weights.apply()
     assert memory.expired()
+
+
+def test_i_frees_the_graph():
+    """What waits for W are tensors alone: not the graph they come from, nor what it holds."""
+    module, deferral = nn.Sequential(nn.Tanh(), nn.Linear(6, 6)).double(), Deferral()
+    split_weight_gradients(module, deferral)
+    deferral.store = weights = WeightGradients()
+    inputs = vectors().requires_grad_()
+    alive = weakref.ref(inputs)
+    module(inputs).sum().backward()
+    del inputs
+    assert alive() is None
+    weights.apply()
 
 
 def test_without_a_store_the_backward_is_whole():
