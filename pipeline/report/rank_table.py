@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.box import SIMPLE
 from rich.table import Table
 
+from pipeline.report.idle_text import SHORT
 from pipeline.report.words import ByteUnit, number
-from pipeline.schedule.simulate import Idle, Simulation
+from pipeline.schedule.idle import CAUSES, Idle
+from pipeline.schedule.simulate import Simulation
 
-_CAUSES = ("warmup", "communication", "imbalance", "dependency", "tail")
-_SHORT = {"communication": "comm.", "imbalance": "imbal.", "dependency": "depend."}
 _RANKS_AT_MOST, _SHOWN_AT_EACH_END = 32, 8
 
 
@@ -35,7 +35,7 @@ def rank_table(simulation: Simulation, peak_bytes: Sequence[float] | None, *, wi
 
 
 def _headings(size: ByteUnit | None, wide: bool) -> list[str]:
-    causes = [cause if wide else _SHORT.get(cause, cause) for cause in _CAUSES]
+    causes = [cause if wide else SHORT.get(cause, cause) for cause in CAUSES]
     peaks = ["peak\nto W", "peak\nto I", *([f"peak\n{size.name}"] if size else [])]
     return ["rank", "stages", "busy", "idle:", *causes, *peaks]
 
@@ -55,7 +55,7 @@ def _row(simulation: Simulation, rank: int, peak_bytes: Sequence[float] | None, 
 
 def _totals(simulation: Simulation, peak_bytes: Sequence[float] | None, size: ByteUnit | None) -> list[str]:
     busy = sum(event.end - event.start for row in simulation.events for event in row)
-    whole = Idle(*(sum(getattr(idle, cause) for idle in simulation.idle) for cause in _CAUSES))
+    whole = Idle(*(sum(getattr(idle, cause) for idle in simulation.idle) for cause in CAUSES))
     return [
         "all",
         "",
@@ -68,7 +68,7 @@ def _totals(simulation: Simulation, peak_bytes: Sequence[float] | None, size: By
 
 
 def _idle(idle: Idle) -> list[str]:
-    return [number(idle.total), *(number(getattr(idle, cause)) for cause in _CAUSES)]
+    return [number(idle.total), *(number(getattr(idle, cause)) for cause in CAUSES)]
 
 
 def _stages(stages: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from pipeline.report.idle_text import IdleTable, draw_idle, idle_height
 from pipeline.report.lanes import Room, draw_lanes, label_points, moving
 from pipeline.report.looks import IDLE, LOOKS, MESSAGES, STYLE, Look, make_figure, save
 from pipeline.report.trace import Rows, beginning, from_zero, unit_seconds
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _LANE, _LANE_OF_MUCH = 0.36, 0.46  # inches a rank, when there is room; of much: with pairs or messages
 _NARROWEST, _WIDEST, _TALLEST = 12.0, 24.0, 14.0
 _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _BETWEEN, _MARGIN_BOTTOM = 0.75, 0.2, 0.8, 0.8, 0.8
+_LEGEND = 0.3  # inches that the legend takes at the bottom
 _BEYOND = 1.003  # the axis ends a bit after the last action
 
 
@@ -34,26 +36,34 @@ def draw(
     title: str = "",
     transfers: Sequence[Transfer] = (),
     unit: str = "nominal units",
+    remark: str = "",
+    idle: IdleTable | None = None,
 ) -> None:
     """Draw a step as PNG or SVG: the measured lanes (seconds) over the predicted ones (`unit`), at one scale.
 
-    A unit is as long as the measured work that it stands for, so equal bars mean an exact prediction and a longer
-    panel is a larger bubble. Several paths hold one picture in several forms. `transfers` are the prediction's
-    messages; those that take no time are not drawn. Raises ValueError where both are empty, or for a path that ends
-    neither in .png nor in .svg.
+    A prediction in "seconds" is drawn as it is: equal bars mean an exact one. In another unit, a unit is as long as
+    the measured work that it stands for, so that a longer panel is a larger bubble. `remark` says what the prediction
+    is made from; `idle` is written below. Several paths hold one picture in several forms. `transfers` are the
+    prediction's messages; those that take no time are not drawn. Raises ValueError where both are empty, or for a path
+    that ends neither in .png nor in .svg.
     """
-    scale = unit_seconds(measured, predicted)
-    both = _Panel("measured", measured, 1.0, "seconds"), _Panel("predicted", predicted, scale, unit, transfers)
+    scale = 1.0 if unit == "seconds" else unit_seconds(measured, predicted)
+    both = (
+        _Panel("measured", measured, 1.0, "seconds"),
+        _Panel("predicted", predicted, scale, unit, transfers, remark),
+    )
     panels = [panel for panel in both if panel]
     if not panels:
         raise ValueError("there is no event to draw: give the events of a step, measured or predicted")
     with matplotlib.rc_context(STYLE):
-        figure, lane = _make_figure(panels)
+        figure, lane = _make_figure(panels, 0.0 if idle is None else idle_height(idle))
         longest = max(panel.makespan * panel.seconds for panel in panels)
         for panel, axes in zip(panels, _lay_out(figure, panels, lane), strict=True):
             _draw_panel(axes, panel, longest, lane)
         _head(figure, title, panels)
         _legend(figure, panels)
+        if idle is not None:
+            draw_idle(figure, idle, _MARGIN_LEFT, _LEGEND + idle_height(idle))
         for each in [path] if isinstance(path, Path) else path:
             save(figure, each)
 
@@ -61,11 +71,14 @@ def draw(
 class _Panel:
     """One of the two timelines: its times moved to start at 0, and how many seconds its unit of time is."""
 
-    def __init__(self, name: str, rows: Rows, seconds: float, unit: str, transfers: Sequence[Transfer] = ()) -> None:
+    def __init__(
+        self, name: str, rows: Rows, seconds: float, unit: str, transfers: Sequence[Transfer] = (), remark: str = ""
+    ) -> None:
         self.name = name
         self.rows = from_zero(rows)
         self.seconds = seconds
         self.unit = unit
+        self.remark = f" ({remark})" if remark else ""
         start = beginning(rows)
         self.transfers = [Transfer(moved.message, *(time - start for time in moved[1:])) for moved in moving(transfers)]
         self.makespan = max((event.end for row in self.rows for event in row), default=0.0)
@@ -76,9 +89,9 @@ class _Panel:
 
     @property
     def title(self) -> str:
-        if self.name == "measured":
-            return f"Measured: one step, {_seconds_text(self.makespan)}"
-        return f"Predicted: {self.makespan:g} {self.unit}"
+        if self.unit == "seconds":
+            return f"{self.name.capitalize()}: one step, {_seconds_text(self.makespan)}{self.remark}"
+        return f"Predicted: {self.makespan:g} {self.unit}{self.remark}"
 
     @property
     def bar(self) -> float:
@@ -100,14 +113,14 @@ class _Panel:
         return _LANE_OF_MUCH if pairs or self.transfers else _LANE
 
 
-def _make_figure(panels: Sequence[_Panel]) -> tuple[Figure, float]:
-    """A figure as wide as labels in most bars take, within bounds; and the height of a lane, in inches."""
+def _make_figure(panels: Sequence[_Panel], below: float) -> tuple[Figure, float]:
+    """A figure as wide as labels in most bars take, within bounds, with room below; the height of a lane, in inches."""
     longest = max(panel.makespan * panel.seconds for panel in panels)
     lane = min(max(panel.lane for panel in panels), (_TALLEST - 3.0) / sum(len(panel.rows) for panel in panels))
     wanted = max(label_points(panel.rows) * longest / panel.bar if panel.bar > 0 else 0.0 for panel in panels) / 72
     width = min(_WIDEST, max(_NARROWEST, wanted * _BEYOND + _MARGIN_LEFT + _MARGIN_RIGHT))
     lanes = sum(len(panel.rows) for panel in panels) * lane
-    return make_figure(width, lanes + _MARGIN_TOP + _MARGIN_BOTTOM + _BETWEEN * (len(panels) - 1)), lane
+    return make_figure(width, lanes + _MARGIN_TOP + _MARGIN_BOTTOM + _BETWEEN * (len(panels) - 1) + below), lane
 
 
 def _lay_out(figure: Figure, panels: Sequence[_Panel], lane: float) -> list[Axes]:

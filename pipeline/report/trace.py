@@ -29,14 +29,15 @@ def from_zero(rows: Rows) -> tuple[tuple[Event, ...], ...]:
     return tuple(tuple(Event(e.rank, e.action, e.start - start, e.end - start) for e in row) for row in rows)
 
 
-def write_trace(path: Path, measured: Rows, predicted: Rows) -> None:
+def write_trace(path: Path, measured: Rows, predicted: Rows, *, seconds: float | None = None) -> None:
     """Write a step in Chrome's trace event format.
 
     Two processes, measured and predicted, with a thread for each rank; an event's name is its action's word. Times are
-    microseconds from the start of the step. `measured` is in seconds; `predicted`, in any unit, is scaled to hold as
-    much work as was measured, and its events keep their own start and end in `args`. Either may be empty.
+    microseconds from the start of the step. `measured` is in seconds; a unit of `predicted` is `seconds` long, None:
+    so long that it holds as much work as was measured. Its events keep their own start and end in `args`. Either may
+    be empty.
     """
-    scale = unit_seconds(measured, predicted)
+    scale = unit_seconds(measured, predicted) if seconds is None else seconds
     entries: list[dict[str, object]] = []
     for process, (name, rows, seconds) in enumerate((("measured", measured, 1.0), ("predicted", predicted, scale))):
         if any(rows):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import fmean
 
@@ -34,6 +34,10 @@ class Idle:
         return self.warmup + self.communication + self.imbalance + self.dependency + self.tail
 
 
+CAUSES = tuple(field.name for field in fields(Idle))
+"""Of idle time, the shares of `Idle` in order."""
+
+
 def split_idle(events: Sequence[Sequence[Event]], schedule: Schedule) -> tuple[Idle, ...]:
     """The idle time of each rank, with `events[rank]` in the order they ran; all ranks' clocks must agree.
 
@@ -43,12 +47,12 @@ def split_idle(events: Sequence[Sequence[Event]], schedule: Schedule) -> tuple[I
     ran = [event for row in events for event in row]
     begin = min((event.start for event in ran), default=0.0)
     end = max((event.end for event in ran), default=0.0)
-    outputs = _outputs(ran, schedule)
-    return tuple(_split(row, begin, end, outputs, schedule) for row in events)
+    made = outputs(ran, schedule)
+    return tuple(_split(row, begin, end, made, schedule) for row in events)
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
+class Output:
     """When a stage worked on something that another rank takes."""
 
     start: float
@@ -58,7 +62,7 @@ class _Output:
 
 
 def _split(
-    row: Sequence[Event], begin: float, end: float, outputs: Mapping[Message, _Output], schedule: Schedule
+    row: Sequence[Event], begin: float, end: float, outputs: Mapping[Message, Output], schedule: Schedule
 ) -> Idle:
     if not row:
         return Idle(warmup=end - begin)
@@ -73,10 +77,10 @@ def _split(
 
 
 def _reasons(
-    idle_since: float, waiting: Event, outputs: Mapping[Message, _Output], schedule: Schedule
+    idle_since: float, waiting: Event, outputs: Mapping[Message, Output], schedule: Schedule
 ) -> tuple[float, float]:
     """How much of the wait before an action is communication, and how much imbalance."""
-    inputs = [outputs[needed] for needed in _remote_inputs(waiting.action, schedule) if needed in outputs]
+    inputs = [outputs[needed] for needed in remote_inputs(waiting.action, schedule) if needed in outputs]
     if not inputs:
         return 0.0, 0.0
     last = max(inputs, key=lambda output: output.sent)
@@ -86,7 +90,8 @@ def _reasons(
     return waiting.start - computed, max(0.0, min(while_computing, last.excess))
 
 
-def _remote_inputs(action: Action, schedule: Schedule) -> Iterator[Message]:
+def remote_inputs(action: Action, schedule: Schedule) -> Iterator[Message]:
+    """What `action` takes from other ranks."""
     ranks = schedule.stage_to_rank
     for part in action.compute:
         needed = takes(part, schedule.stages)
@@ -94,9 +99,10 @@ def _remote_inputs(action: Action, schedule: Schedule) -> Iterator[Message]:
             yield needed
 
 
-def _outputs(ran: Sequence[Event], schedule: Schedule) -> dict[Message, _Output]:
+def outputs(ran: Sequence[Event], schedule: Schedule) -> dict[Message, Output]:
+    """When what each stage made for the next, or for the one before, was worked on and sent."""
     means = _means(ran)
-    outputs = {}
+    found = {}
     for event in ran:
         for part in event.action.compute:
             if part.type is ActionType.F:
@@ -109,8 +115,8 @@ def _outputs(ran: Sequence[Event], schedule: Schedule) -> dict[Message, _Output]
                 sent, made = event.end, Message("gradient", part.stage, part.microbatch)
             else:
                 continue
-            outputs[made] = _Output(event.start, sent, _excess(event.action, means))
-    return outputs
+            found[made] = Output(event.start, sent, _excess(event.action, means))
+    return found
 
 
 def _means(ran: Sequence[Event]) -> dict[tuple[ActionType, int | None], float]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.engine.clock_offset import Comparison, compare, exchange
 from pipeline.engine.distributed import naming, new_group
 from pipeline.engine.standing import Board, Marker
 from pipeline.training import rendezvous
 
 T = TypeVar("T")
+Clock = Callable[[], float]
+
 _PATIENCE = timedelta(days=1)
+_EXCHANGES = 8
+"""How often a clock is asked the time, of which the fastest answer counts."""
 
 
 class Group(Protocol):
@@ -37,6 +43,9 @@ class Group(Protocol):
 
     def meet(self) -> None:
         """Return when every process has called it, however late."""
+
+    def compare_clocks(self, ranks: Sequence[int], read: Clock) -> Comparison | None:
+        """How far the clock of this process (`read`, in seconds) is ahead of rank 0's; None unless it is in `ranks`."""
 
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """Replace each local gradient (by rank) with the sum over the ranks in `key`, in place."""
@@ -68,6 +77,10 @@ class LocalGroup:
 
     def meet(self) -> None:
         """Everybody is here."""
+
+    def compare_clocks(self, ranks: Sequence[int], read: Clock) -> Comparison | None:
+        """Nothing: there is one clock."""
+        return None
 
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """Sum in rank order and copy to all."""
@@ -137,6 +150,31 @@ class DistributedGroup:
         store.set(f"meeting {self._meetings}, rank {self._rank}", "here")
         with self._marker.waiting():
             store.wait([f"meeting {self._meetings}, rank {rank}" for rank in range(self._size)], _PATIENCE)
+
+    def compare_clocks(self, ranks: Sequence[int], read: Clock) -> Comparison | None:
+        """Rank 0 asks one rank after the other and tells all what came of it."""
+        found = torch.zeros(len(ranks), 2, dtype=torch.float64)
+        with naming(f"rank {self._rank} compared its clock with rank 0's"):
+            for index, rank in enumerate(ranks):
+                if self._rank == 0:
+                    comparison = compare([exchange(partial(self._ask, rank), read) for _ in range(_EXCHANGES)])
+                    found[index] = torch.tensor(comparison, dtype=torch.float64)
+                elif self._rank == rank:
+                    self._answer(read)
+            dist.broadcast(found, 0, group=self._control)
+        return Comparison(*found[ranks.index(self._rank)].tolist()) if self._rank in ranks else None
+
+    def _ask(self, rank: int) -> float:
+        said = torch.zeros((), dtype=torch.float64)
+        dist.send(said, rank, group=self._control)
+        dist.recv(said, rank, group=self._control)
+        return said.item()
+
+    def _answer(self, read: Clock) -> None:
+        said = torch.zeros((), dtype=torch.float64)
+        for _ in range(_EXCHANGES):
+            dist.recv(said, 0, group=self._control)
+            dist.send(said.fill_(read()), 0, group=self._control)
 
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """An all-reduce among the ranks that hold a copy."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import statistics
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from pipeline.schedule.simulate import Event, bubbles
+from pipeline.schedule.simulate import Event
+from pipeline.training.clocks import SharedClock
 from pipeline.training.group import Group
 from pipeline.training.memory import peak_memory_bytes, reset_peak_memory
-from pipeline.training.messages import Finished, RankReport
+from pipeline.training.messages import Finished, Prediction, RankReport
 from pipeline.training.plan import Plan
+from pipeline.training.prediction import Profile, predict, profiled_steps
 from pipeline.training.rank import Rank
 from pipeline.training.replay import replay
+from pipeline.training.step_statistics import Rows, StepStatistics, summarize
 
-Row = tuple[Event, ...]
+_KEPT_STEPS, _GATHERED_STEPS = 512, 64
+"""Steps whose times are kept, and of how many of them the end tells: a long run shouldn't grow with its length."""
 
-_KEPT_STEPS = 512
-"""Steps whose events are kept for the medians and the picture; a long run shouldn't grow with its length."""
+Times = array
+"""Start and end of each of a rank's compute actions in turn, in seconds: what they were, the program says."""
 
 
 class Measurement:
@@ -28,19 +33,24 @@ class Measurement:
         ranks: those in this process, ascending.
         group: all ranks.
         batch_size: samples a step.
+        steps: that the run will take.
         shared_memory: several ranks use one memory, so that no rank's peak can be told.
     """
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[Rank], group: Group, *, batch_size: int, shared_memory: bool
+        self, plan: Plan, ranks: Sequence[Rank], group: Group, *, batch_size: int, steps: int, shared_memory: bool
     ) -> None:
         self._plan = plan
         self._ranks = tuple(ranks)
         self._group = group
         self._batch_size = batch_size
         self._shared_memory = shared_memory
+        self._clock = SharedClock(group)
+        self._actions = plan.program.compute_only().rows
+        self._profiled = profiled_steps(steps)
+        self._recorded = 0
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
-        self._events: deque[tuple[Row, ...]] = deque(maxlen=_KEPT_STEPS)
+        self._times: deque[tuple[Times[float], ...]] = deque(maxlen=_KEPT_STEPS)
         self._activation_bytes: list[int | None] = [None] * len(self._ranks)
 
     def before_step(self, step: int) -> None:
@@ -52,20 +62,37 @@ class Measurement:
         elif step == 1:
             self._activation_bytes = [rank.measure_activations(False) for rank in self._ranks]
 
-    def record(self, seconds: float, rows: Sequence[Row]) -> None:
+    def record(self, seconds: float, rows: Sequence[Sequence[Event]]) -> None:
         """Keep a step's duration and the events of each local rank; ranks that took turns are replayed side by side."""
-        events = tuple(rows)
+        events = replay(self._plan.program, rows) if self._replayed else rows
+        self._recorded += 1
         self._seconds.append(seconds)
-        self._events.append(replay(self._plan.program, events) if self._replayed else events)
+        self._times.append(tuple(array("d", [t for event in row for t in (event.start, event.end)]) for row in events))
 
-    def bubble(self) -> float:
-        """The makespan bubble of the last step. Every process must call it."""
-        (events,) = self._gather_steps([self._events[-1]])
-        return bubbles(events, self._group.size)[0]
+    def last_step(self) -> StepStatistics:
+        """The last step, and all clocks set right for the next. Every process must call it."""
+        last = summarize(self._gather_steps([self._times[-1]]), self._plan.program)
+        for rank in self._ranks:
+            rank.tie_clock()
+        return last
+
+    def prediction(self) -> Prediction | None:
+        """Where rank 0 is: what to expect of the steps to come, once, after the last of those that are profiled.
+
+        Every process must call it after each step.
+        """
+        if self._recorded != self._profiled.stop:
+            return None
+        count = len(self._profiled)
+        steps = self._gather_steps(list(self._times)[-count:])
+        if 0 not in self._group.local:
+            return None
+        profile = Profile.of(steps, self._plan.program, self._plan.microbatch_sizes)
+        return predict(profile, self._profiled, list(self._seconds)[-count:], steps, turns=self._replayed)
 
     def finish(self, train_loss: float, validation_loss: float | None, seconds: float) -> Finished:
         """The whole run, as all ranks measured it. Every process must call it."""
-        steps = self._gather_steps(list(self._events))
+        common = summarize(self._gather_steps(_spread(self._times, _GATHERED_STEPS)), self._plan.program)
         reports = self._group.gather([self._rank_report(index) for index in range(len(self._ranks))])
         step_seconds = statistics.median(self._seconds)
         return Finished(
@@ -73,21 +100,30 @@ class Measurement:
             validation_loss=validation_loss,
             samples_per_second=self._batch_size / step_seconds,
             step_seconds=step_seconds,
-            bubble_measured=statistics.median(bubbles(events, self._group.size)[0] for events in steps),
+            bubble_measured=common.bubble,
             bubble_source="replayed" if self._replayed else "measured",
             ranks=tuple(reports),
-            events=_typical(steps),
+            events=common.events,
             seconds=seconds,
+            bubble_span_measured=common.bubble_span,
+            idle=common.idle,
         )
 
     @property
     def _replayed(self) -> bool:
         return len(self._ranks) > 1
 
-    def _gather_steps(self, steps: Sequence[tuple[Row, ...]]) -> list[tuple[Row, ...]]:
-        """The given steps' events with the rows of all ranks."""
-        by_rank = self._group.gather([[step[index] for step in steps] for index in range(len(self._ranks))])
-        return list(zip(*by_rank, strict=True))
+    def _gather_steps(self, steps: Sequence[tuple[Times[float], ...]]) -> list[Rows]:
+        """The given steps' events with the rows of all ranks, by one clock."""
+        self._clock.update()
+        mine = [[array("d", self._clock.to_rank_0(step[index])) for step in steps] for index in range(len(self._ranks))]
+        return [self._rows(times) for times in zip(*self._group.gather(mine), strict=True)]
+
+    def _rows(self, step: Sequence[Times[float]]) -> Rows:
+        return tuple(
+            tuple(Event(rank, *event) for event in zip(actions, times[::2], times[1::2], strict=True))
+            for rank, (actions, times) in enumerate(zip(self._actions, step, strict=True))
+        )
 
     def _rank_report(self, index: int) -> RankReport:
         rank = self._ranks[index]
@@ -101,16 +137,7 @@ class Measurement:
         )
 
 
-def _typical(steps: Sequence[tuple[Row, ...]]) -> tuple[Row, ...]:
-    """The step with the median makespan, its times counted from its first start."""
-    ordered = sorted(steps, key=_makespan)
-    chosen = ordered[len(ordered) // 2]
-    origin = min(row[0].start for row in chosen)
-    return tuple(
-        tuple(Event(event.rank, event.action, event.start - origin, event.end - origin) for event in row)
-        for row in chosen
-    )
-
-
-def _makespan(step: Sequence[Row]) -> float:
-    return max(row[-1].end for row in step) - min(row[0].start for row in step)
+def _spread(steps: Sequence[tuple[Times[float], ...]], most: int) -> list[tuple[Times[float], ...]]:
+    """At most so many of `steps`, evenly spread."""
+    count = min(len(steps), most)
+    return [steps[len(steps) * index // count] for index in range(count)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.schedule.simulate import Event
+from pipeline.schedule.simulate import Event, Idle
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """One logged optimizer step. `step` counts from 1; `loss` and the rates are those of the whole batch.
 
-    `bubble_measured` is the makespan bubble of this step, None where nothing was traced. `skipped` says that
-    fp16 overflowed and the optimizer did not move.
+    `bubble_measured` is the makespan bubble of this step, None where nothing was traced, as are the other measured
+    ones; `idle` are the seconds of each rank. What is predicted is None until a prediction was made. `skipped` says
+    that fp16 overflowed and the optimizer did not move.
     """
 
     step: int
@@ -24,6 +26,10 @@ class StepMetrics:
     tokens_per_second: float | None = None
     bubble_measured: float | None = None
     skipped: bool = False
+    bubble_span_measured: float | None = None
+    idle: tuple[Idle, ...] | None = None
+    step_seconds_predicted: float | None = None
+    bubble_span_predicted: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,29 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator makes of the costs profiled in the run's first steps. Times are in seconds.
+
+    `steps` are the first and the last that were profiled, counted from 1. `step_seconds` is the time of a whole step,
+    of which `outside_seconds` are spent outside the pipeline: on loading a batch, tied gradients, the norm and the
+    optimizer. `idle` and `events` (one row a rank) are those of a typical step, `costs` the medians of what was
+    profiled, by the names of the configuration's `costs`, an entry a stage.
+    """
+
+    steps: tuple[int, int]
+    step_seconds: float
+    outside_seconds: float
+    bubble: float
+    bubble_span: float
+    idle: tuple[Idle, ...]
+    events: tuple[tuple[Event, ...], ...]
+    costs: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a run that went well. `events` are those of one typical step, one row a rank, in seconds."""
+    """The end of a run that went well. `events` are those of one typical step, one row a rank, in seconds; `idle` are
+    each rank's seconds in the middling steps."""
 
     train_loss: float
     validation_loss: float | None
@@ -58,6 +85,8 @@ class Finished:
     ranks: tuple[RankReport, ...]
     events: tuple[tuple[Event, ...], ...]
     seconds: float
+    bubble_span_measured: float | None = None
+    idle: tuple[Idle, ...] = ()
 
 
-Message = StepMetrics | ValidationMetrics | RankReport | Finished
+Message = StepMetrics | ValidationMetrics | RankReport | Prediction | Finished

@@ -6,7 +6,7 @@ import io
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
+from pipeline.report.idle_text import SHORT, idle_table
+from pipeline.schedule.idle import Idle
 from pipeline.training.messages import StepMetrics, ValidationMetrics
 from pipeline.training.recorder import RunFacts
 
@@ -129,8 +131,8 @@ class _AboveTheLine(io.TextIOBase):
         return len(text)
 
 
-def summary_tables(summary: Mapping[str, Any]) -> tuple[Table, Table]:
-    """The end of a run as two tables: what was trained, how well and how fast; and what each rank held."""
+def summary_tables(summary: Mapping[str, Any]) -> tuple[Table | str, ...]:
+    """The end of a run as tables: what was trained, how well and how fast; what each rank held; why it was idle."""
     run = Table(show_header=False)
     for label, text in _rows(summary):
         run.add_row(label, text)
@@ -145,22 +147,42 @@ def summary_tables(summary: Mapping[str, Any]) -> tuple[Table, Table]:
             bytes_text(rank["peak_activation_bytes"]),
             bytes_text(rank["peak_memory_bytes"]),
         )
-    return run, ranks
+    return run, ranks, *_idle(summary["idle"])
+
+
+def _idle(rows: Sequence[Mapping[str, Any]]) -> tuple[Table | str, ...]:
+    found = idle_table(*([Idle(**row[kind]) for row in rows if row[kind]] for kind in ("measured", "predicted")))
+    if found is None:
+        return ()
+    table = Table()
+    for heading in found.headings:
+        table.add_column(SHORT.get(heading, heading), justify="right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(*(cell.replace(" / ", "/") for cell in row))
+    return f"idle {found.unit} a step, measured/from profile", table
 
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    bubble = f"{_percent(summary['bubble_measured'])} {summary['bubble_source'] or 'measured'}"
+    source = summary["bubble_source"] or "measured"
+    makespan, span = (f"{_percent(summary[name])} {source}" for name in ("bubble_measured", "bubble_span_measured"))
+    profiled = summary["profiled"] or {}
     return [
         ("schedule", f"{summary['schedule']}, pp={summary['pp']}, {summary['microbatches']} microbatches"),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
-        (
-            "steps",
-            f"{summary['steps_done']} of {summary['batch_size']} samples, {_seconds(summary['step_seconds'])} each",
-        ),
+        ("steps", f"{summary['steps_done']} of {summary['batch_size']} samples"),
         ("training loss", _number(summary["train_loss"])),
         ("validation loss", _number(summary["validation_loss"])),
         ("samples/s", rate_text(summary["samples_per_second"])),
-        ("makespan bubble", f"{bubble}, {_percent(summary['bubble_predicted'])} predicted"),
+        (
+            "step time",
+            f"{_seconds(summary['step_seconds'])} measured, {_seconds(summary['step_seconds_predicted'])} from profile",
+        ),
+        (
+            "makespan bubble",
+            f"{makespan}, {_percent(summary['bubble_predicted'])} predicted, "
+            f"{_percent(profiled.get('bubble_makespan'))} from profile",
+        ),
+        ("span bubble", f"{span}, {_percent(summary['bubble_span_predicted'])} from profile"),
     ]
 
 

@@ -81,6 +81,11 @@ class Rank:
         for parameter in self._unique:
             parameter.grad = None
 
+    def tie_clock(self) -> None:
+        """Set the clock that times this rank's actions by the host's; waits for a GPU."""
+        if self.trainer.clock is not None:
+            self.trainer.clock.tie()
+
     def measure_activations(self, measure: bool) -> int | None:
         """Start measuring what is held for microbatches, or stop and give the peak in bytes."""
         if measure:

@@ -13,11 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
+from pipeline.report.idle_text import idle_table
 from pipeline.schedule.simulate import Event
-from pipeline.training.messages import Finished, RankReport, StepMetrics, ValidationMetrics
+from pipeline.training.messages import Finished, Prediction, RankReport, StepMetrics, ValidationMetrics
+from pipeline.training.step_statistics import Rows
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class Recorder:
         self._steps: list[StepMetrics] = []
         self._validation: ValidationMetrics | None = None
         self._ranks: dict[int, RankReport] = {}
+        self._prediction: Prediction | None = None
         self._finished: Finished | None = None
         self._summary: dict[str, object] | None = None
         self._warned: set[int] = set()
@@ -99,6 +103,8 @@ class Recorder:
                 self._record_validation(message)
             case RankReport():
                 self._ranks[message.rank] = message
+            case Prediction():
+                self._prediction = message
             case Finished():
                 self._finished = message
                 self._ranks.update({report.rank: report for report in message.ranks})
@@ -154,6 +160,7 @@ class Recorder:
             "steps_done": self._logged_steps() if steps_done is None else steps_done,
             **self._results(),
             "bubble_predicted": facts.bubble_predicted,
+            **self._predictions(),
             "parameters": facts.parameters,
             "ranks": [asdict(self._ranks[rank]) for rank in sorted(self._ranks)],
         }
@@ -171,19 +178,52 @@ class Recorder:
                 "samples_per_second": done.samples_per_second,
                 "step_seconds": done.step_seconds,
                 "bubble_measured": done.bubble_measured,
+                "bubble_span_measured": done.bubble_span_measured,
                 "bubble_source": done.bubble_source,
                 "seconds": done.seconds,
             }
         bubbles = [step.bubble_measured for step in self._steps if step.bubble_measured is not None]
+        spans = [step.bubble_span_measured for step in self._steps if step.bubble_span_measured is not None]
         return {
             "train_loss": self._steps[-1].loss if self._steps else None,
             "validation_loss": self._validation.loss if self._validation else None,
             "samples_per_second": _median([step.samples_per_second for step in self._steps]),
             "step_seconds": _median([step.step_seconds for step in self._steps]),
             "bubble_measured": _median(bubbles),
+            "bubble_span_measured": _median(spans),
             "bubble_source": None,
             "seconds": round(time.perf_counter() - self._started, 3),
         }
+
+    def _predictions(self) -> dict[str, object]:
+        """What the costs profiled in the run promise, beside what was measured; None before they were profiled."""
+        predicted = self._prediction
+        return {
+            "step_seconds_predicted": None if predicted is None else predicted.step_seconds,
+            "bubble_span_predicted": None if predicted is None else predicted.bubble_span,
+            "idle": self._idle(),
+            "profiled": None
+            if predicted is None
+            else {
+                "steps": predicted.steps,
+                "outside_seconds": predicted.outside_seconds,
+                "bubble_makespan": predicted.bubble,
+                "costs": predicted.costs,
+            },
+        }
+
+    def _idle(self) -> list[dict[str, object]]:
+        """Each rank's idle seconds by cause, in a typical step."""
+        measured = self._finished.idle if self._finished else ()
+        predicted = self._prediction.idle if self._prediction else ()
+        return [
+            {
+                "rank": rank,
+                "measured": None if done is None else asdict(done),
+                "predicted": None if expected is None else asdict(expected),
+            }
+            for rank, (done, expected) in enumerate(zip_longest(measured, predicted))
+        ]
 
     def _draw_timeline(self) -> Path | None:
         """timeline.json and timeline.png; the picture's path, or None where no step was measured."""
@@ -193,18 +233,30 @@ class Recorder:
         # Imported here: matplotlib takes half a second that a run which fails early need not pay. The first time on a
         # machine it builds a font cache, which is no news to the user.
         logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
-        from pipeline.report import timeline, trace
-
         facts = self.facts
         title = f"{facts.schedule}, {facts.model}, pp={facts.pp}, {facts.microbatches} microbatches"
         figure = self.directory / "timeline.png"
         try:
-            trace.write_trace(self.directory / "timeline.json", measured, facts.predicted)
-            timeline.draw(figure, measured, facts.predicted, title=title)
+            self._draw(figure, measured, title)
         except Exception:
             log.warning("the timeline could not be drawn; the run's numbers are in summary.json", exc_info=True)
             return None
         return figure
+
+    def _draw(self, figure: Path, measured: Rows, title: str) -> None:
+        """The prediction is the one from the run's own costs, in seconds, else the nominal one that came before."""
+        from pipeline.report import timeline, trace
+
+        predicted, spans = self._prediction, self.directory / "timeline.json"
+        if predicted is None:
+            trace.write_trace(spans, measured, self.facts.predicted)
+            timeline.draw(figure, measured, self.facts.predicted, title=title)
+            return
+        first, last = predicted.steps
+        remark = f"costs of step {first}" if first == last else f"costs of steps {first} to {last}"
+        idle = idle_table(self._finished.idle if self._finished else (), predicted.idle)
+        trace.write_trace(spans, measured, predicted.events, seconds=1.0)
+        timeline.draw(figure, measured, predicted.events, title=title, unit="seconds", remark=remark, idle=idle)
 
     def _tell(self, call: Callable[[Sink], None]) -> None:
         """Whoever follows the run must not end it: a sink's first error is one warning, the others are silent."""

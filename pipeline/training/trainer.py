@@ -17,7 +17,7 @@ from pipeline.training import gradients
 from pipeline.training.failures import NonFiniteError
 from pipeline.training.group import Group
 from pipeline.training.measurement import Measurement
-from pipeline.training.messages import StepMetrics, ValidationMetrics
+from pipeline.training.messages import Prediction, StepMetrics, ValidationMetrics
 from pipeline.training.optimizer import learning_rate
 from pipeline.training.plan import Plan, split
 from pipeline.training.precision import LossScale
@@ -97,8 +97,14 @@ class Trainer:
         self._tied_ranks = plan.tied_ranks()
         self._scale = LossScale.start(settings.precision.loss_scale)
         self._measurement = Measurement(
-            plan, self.ranks, group, batch_size=settings.batch_size, shared_memory=shared_memory
+            plan,
+            self.ranks,
+            group,
+            batch_size=settings.batch_size,
+            steps=settings.steps,
+            shared_memory=shared_memory,
         )
+        self._prediction: Prediction | None = None
 
     def train(self) -> None:
         """Run every step.
@@ -153,7 +159,14 @@ class Trainer:
         norm, skipped = self._update(step)
         seconds = time.perf_counter() - began
         self._measurement.record(seconds, [result.events for result in results])
+        self._predict()
         return self._log_step(step, results, norm, skipped, seconds) if logged else math.nan
+
+    def _predict(self) -> None:
+        prediction = self._measurement.prediction()
+        if prediction is not None:
+            self._prediction = prediction
+            self._report(prediction)
 
     def _batch(self, index: int, validation: bool = False) -> Microbatches:
         """The batch as the local ranks need it: stages that take no input load none."""
@@ -214,7 +227,7 @@ class Trainer:
         loss = self._total_loss(results)
         if not math.isfinite(loss) and not self._scale.dynamic:
             raise NonFiniteError(f"the loss is {loss} at step {step + 1}: lower optimizer.learning_rate")
-        bubble = self._measurement.bubble()
+        last, prediction = self._measurement.last_step(), self._prediction
         if self._reports:
             samples = self.settings.batch_size / seconds
             self._report(
@@ -226,8 +239,12 @@ class Trainer:
                     step_seconds=seconds,
                     samples_per_second=samples,
                     tokens_per_second=self._tokens(samples),
-                    bubble_measured=bubble,
+                    bubble_measured=last.bubble,
                     skipped=skipped,
+                    bubble_span_measured=last.bubble_span,
+                    idle=last.idle,
+                    step_seconds_predicted=None if prediction is None else prediction.step_seconds,
+                    bubble_span_predicted=None if prediction is None else prediction.bubble_span,
                 )
             )
         return loss

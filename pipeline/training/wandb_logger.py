@@ -11,6 +11,7 @@ import netrc
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -79,6 +80,10 @@ class WandbLogger:
             "tokens_per_second": metrics.tokens_per_second,
             "bubble_measured": metrics.bubble_measured,
             "bubble_predicted": self._facts.bubble_predicted if self._facts else None,
+            "bubble_span_measured": metrics.bubble_span_measured,
+            "bubble_span_predicted": metrics.bubble_span_predicted,
+            "step_seconds_predicted": metrics.step_seconds_predicted,
+            **_by_cause("idle", list(map(asdict, metrics.idle or ()))),
             "skipped": int(metrics.skipped) if metrics.skipped else None,
         }
         self._log(metrics.step, {name: value for name, value in values.items() if value is not None})
@@ -179,7 +184,7 @@ class WandbLogger:
         if figure is not None:
             media["timeline"] = wandb.Image(str(figure), caption="measured over predicted")
         run.log(media, step=self._step)
-        run.summary.update({**summary, **_peaks(summary.get("ranks") or [])})
+        run.summary.update({**summary, **_peaks(summary.get("ranks") or []), **_idle(summary.get("idle") or [])})
         for file in ("train.log", "summary.json", "timeline.json"):
             if (self._directory / file).is_file():
                 run.save(str(self._directory / file), base_path=str(self._directory), policy="now")
@@ -230,6 +235,17 @@ def _peaks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         if known:
             values[f"{what}/max"] = max(known.values())
     return values
+
+
+def _idle(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The typical step's idle seconds as flat numbers, predicted ones too."""
+    measured, predicted = ([rank[kind] or {} for rank in ranks] for kind in ("measured", "predicted"))
+    return {**_by_cause("idle", measured), **_by_cause("idle_predicted", predicted)}
+
+
+def _by_cause(name: str, ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Idle seconds as `idle/<cause>/rank_<rank>`."""
+    return {f"{name}/{cause}/rank_{rank}": ranks[rank][cause] for rank in range(len(ranks)) for cause in ranks[rank]}
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ import pytest
 from pipeline.schedule.library import one_f_one_b
 from pipeline.schedule.simulate import Event
 from pipeline.training.measurement import Measurement
+from pipeline.training.messages import Prediction, StepMetrics
 from tests.engine.samples import linears, small_gpt
 from tests.training.harness import prepare, settings_to_train, text_data, train, vector_data
 
@@ -50,12 +51,13 @@ def test_only_the_first_step_is_measured():
 def measured_alone(*steps):
     """What a run of one rank ends with, each step given as its duration and its events' times (start, end)."""
     trainer = prepare(settings_to_train("1f1b", 1, 1, 4, 1), linears(2), vector_data(4)).trainer
-    measurement = Measurement(trainer.plan, trainer.ranks, trainer._group, batch_size=4, shared_memory=False)
+    group = trainer._group
+    measurement = Measurement(trainer.plan, trainer.ranks, group, batch_size=4, steps=len(steps), shared_memory=False)
     bubbles = []
     for seconds, times in steps:
         row = zip(one_f_one_b(1, 1).rows[0], times, strict=True)
         measurement.record(seconds, [tuple(Event(0, action, start, end) for action, (start, end) in row)])
-        bubbles.append(measurement.bubble())
+        bubbles.append(measurement.last_step().bubble)
     return measurement.finish(1.5, None, 9.0), bubbles
 
 
@@ -75,3 +77,42 @@ def test_a_rank_alone_in_its_process_is_measured_as_it_is():
     finished, _ = measured_alone((1.0, [(0.0, 1.0), (1.0, 2.0)]))
     assert finished.bubble_source == "measured"
     assert finished.ranks[0].peak_memory_bytes > 0
+
+
+def test_a_prediction_comes_once_and_of_the_steps_it_names():
+    run = train(settings_to_train("1f1b", 2, 4, 8, 6), small_gpt(), text_data(8))
+    (prediction,) = run.of(Prediction)
+    assert prediction.steps == (3, 4)
+    assert run.messages.index(prediction) < run.messages.index(run.of(StepMetrics)[4])
+    assert [message.step_seconds_predicted is None for message in run.of(StepMetrics)] == [True] * 3 + [False] * 3
+    # ranks that take turns: a step is all of their work, and what is outside
+    work = sum(event.end - event.start for row in run.finished.events for event in row)
+    assert prediction.step_seconds > 0.5 * work
+    assert prediction.outside_seconds > 0
+    assert [len(row) for row in prediction.events] == [8, 8]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_short_run_is_predicted_from_its_last_step(steps):
+    run = train(settings_to_train("zb_h1", 2, 4, 8, steps), linears(4), vector_data(8))
+    (prediction,) = run.of(Prediction)
+    assert prediction.steps == (steps, steps)
+    assert 0 < prediction.step_seconds < 60
+
+
+def test_each_logged_step_has_its_idle_times():
+    run = train(settings_to_train("1f1b", 2, 4, 8, 2), linears(4), vector_data(8))
+    for message in run.of(StepMetrics):
+        busy = 1 - message.bubble_measured
+        idle = sum(idle.total for idle in message.idle)
+        assert len(message.idle) == 2
+        assert idle > 0
+        assert 0 < busy < 1
+        assert 0 < message.bubble_span_measured <= message.bubble_measured
+
+
+def test_a_long_run_tells_of_steps_from_its_beginning_to_its_end():
+    steps = [(1.0, [(10.0 * at, 10.0 * at + 1), (10.0 * at + 1, 10.0 * at + 2 + at / 1000)]) for at in range(300)]
+    finished, _ = measured_alone(*steps)
+    # the middle of 64 steps spread over 300
+    assert finished.events[0][1].end == pytest.approx(2.15, abs=0.005)

@@ -7,12 +7,14 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from pipeline.schedule.idle import Idle
 from pipeline.training.messages import StepMetrics, ValidationMetrics
 from pipeline.training.progress import ProgressLine, bytes_text, duration_text, rate_text
 from pipeline.training.recorder import RunFacts
@@ -34,10 +36,22 @@ SUMMARY: dict[str, Any] = {
     "bubble_measured": 0.154,
     "bubble_source": "replayed",
     "bubble_predicted": 0.111,
+    "step_seconds_predicted": 0.48,
+    "bubble_span_measured": 0.143,
+    "bubble_span_predicted": 0.131,
+    "profiled": {"bubble_makespan": 0.149},
+    "idle": [
+        {"rank": 0, "measured": Idle(dependency=0.0609), "predicted": Idle(dependency=0.0741)},
+        {"rank": 1, "measured": Idle(tail=0.123), "predicted": Idle(warmup=0.0101)},
+    ],
     "ranks": [
         {"rank": 0, "stages": [0, 2], "parameters": 600, "peak_activation_bytes": 3 << 20, "peak_memory_bytes": None}
     ],
 }
+
+
+for row in SUMMARY["idle"]:
+    row.update({kind: asdict(row[kind]) for kind in ("measured", "predicted")})
 
 
 class Clock:
@@ -103,9 +117,20 @@ def test_the_summary_shows_loss_bubbles_and_ranks() -> None:
     text = output.getvalue()
     for part in ("1f1b, pp=2, 8 microbatches", "1,234,567 parameters", "2.3000", "12,346", "15.4 % replayed"):
         assert part in text
-    assert "11.1 % predicted" in text
+    assert "0.5 s measured, 0.48 s from profile" in text
+    assert "15.4 % replayed, 11.1 % predicted, 14.9 % from profile" in text
+    assert "14.3 % replayed, 13.1 % from profile" in text
     assert re.search(r"0 │ +0, 2 │ +600 │ +3.0 MiB │ +- ", text)
+    assert re.search(r"1 │ +123/10.1 │ +0.0/10.1 │ +0.0/0.0 │ +0.0/0.0 │ +0.0/0.0 │ 123/0.0 │", text)
     assert text.endswith("run directory: outputs/run\n")
+
+
+def test_a_run_that_was_not_profiled_has_a_summary_all_the_same() -> None:
+    line, _, output = plain_line()
+    unknown = dict.fromkeys(("step_seconds_predicted", "bubble_span_measured", "bubble_span_predicted"))
+    line.finish({**SUMMARY, **unknown, "profiled": None, "idle": []}, None, failed=False)
+    assert "- replayed, - from profile" in output.getvalue()
+    assert "idle" not in output.getvalue()
 
 
 def test_a_failed_run_has_no_summary() -> None:

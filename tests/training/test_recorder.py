@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.report import timeline
 from pipeline.schedule.library import write
-from pipeline.schedule.simulate import nominal_costs, simulate
-from pipeline.training.messages import Finished, RankReport, StepMetrics, ValidationMetrics
+from pipeline.schedule.simulate import Idle, nominal_costs, simulate
+from pipeline.training.messages import Finished, Prediction, RankReport, StepMetrics, ValidationMetrics
 from pipeline.training.recorder import Recorder, RunFacts, plain, write_json
 
 EVENTS = simulate(write("1f1b", 2, 4), nominal_costs(1)).events
@@ -32,10 +32,13 @@ FACTS = RunFacts(
     config={"pp": 2},
 )
 RANKS = (RankReport(0, (0,), 600, 2048, 1 << 20), RankReport(1, (1,), 400, 1024, None))
-FINISHED = Finished(1.5, 2.5, 64.0, 0.5, 0.25, "measured", RANKS, EVENTS, 12.0)
+IDLE = (Idle(tail=0.25), Idle(warmup=0.125, dependency=0.125))
+FINISHED = Finished(1.5, 2.5, 64.0, 0.5, 0.25, "measured", RANKS, EVENTS, 12.0, 0.125, IDLE)
+PREDICTION = Prediction((3, 12), 0.45, 0.05, 0.2, 0.1, (Idle(), Idle(warmup=0.5)), EVENTS, {"forward": [0.1, 0.2]})
 FIELDS = (
     "status, schedule, model, pp, microbatches, batch_size, steps, train_loss, validation_loss, samples_per_second, "
-    "step_seconds, bubble_predicted, bubble_measured, bubble_source, parameters, ranks"
+    "step_seconds, bubble_predicted, bubble_measured, bubble_source, parameters, ranks, bubble_span_predicted, "
+    "bubble_span_measured, step_seconds_predicted, idle, profiled"
 )
 
 
@@ -152,6 +155,52 @@ def test_a_good_end_writes_every_field_and_the_timeline(tmp_path: Path) -> None:
     assert not list(recorder.directory.glob(".*"))
 
 
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    recorder = started(tmp_path)
+    recorder(PREDICTION)
+    recorder(step(20))
+    recorder(FINISHED)
+    summary = recorder.finish("finished")
+    assert (summary["step_seconds"], summary["step_seconds_predicted"]) == (0.5, 0.45)
+    assert (summary["bubble_span_measured"], summary["bubble_span_predicted"]) == (0.125, 0.1)
+    assert summary["profiled"] == {
+        "steps": [3, 12],
+        "outside_seconds": 0.05,
+        "bubble_makespan": 0.2,
+        "costs": {"forward": [0.1, 0.2]},
+    }
+    nothing = dict.fromkeys(("warmup", "communication", "imbalance", "dependency", "tail"), 0.0)
+    assert summary["idle"] == [
+        {"rank": 0, "measured": {**nothing, "tail": 0.25}, "predicted": nothing},
+        {
+            "rank": 1,
+            "measured": {**nothing, "warmup": 0.125, "dependency": 0.125},
+            "predicted": {**nothing, "warmup": 0.5},
+        },
+    ]
+
+
+def test_the_picture_shows_the_prediction_from_the_runs_own_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr(timeline, "draw", lambda *args, **named: drawn.append({"events": args[2], **named}))
+    for prediction in (None, PREDICTION):
+        recorder = started(tmp_path / str(prediction is None))
+        if prediction:
+            recorder(prediction)
+        recorder(FINISHED)
+        recorder.finish("finished")
+    nominal, profiled = drawn
+    assert "unit" not in nominal
+    assert profiled["unit"] == "seconds"
+    assert profiled["remark"] == "costs of steps 3 to 12"
+    assert profiled["idle"].rows[1][1] == "250 / 500"
+    spans = json.loads((tmp_path / "False" / "run" / "timeline.json").read_text())["traceEvents"]
+    lengths = [max(e["ts"] + e["dur"] for e in spans if e["ph"] == "X" and e["pid"] == pid) for pid in (0, 1)]
+    assert lengths[0] == lengths[1], "a prediction in seconds is not scaled"
+
+
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
 def test_a_bad_end_keeps_what_was_known(tmp_path: Path, status: Any) -> None:
     sink = FakeSink()
@@ -228,7 +277,7 @@ def test_recording_needs_a_started_recorder(tmp_path: Path) -> None:
         recorder(step(1))
 
 
-@pytest.mark.parametrize("message", [step(1), ValidationMetrics(1, 2.0), RANKS[0], FINISHED])
+@pytest.mark.parametrize("message", [step(1), ValidationMetrics(1, 2.0), RANKS[0], PREDICTION, FINISHED])
 def test_messages_cross_processes(message: object) -> None:
     assert pickle.loads(pickle.dumps(message)) == message
 
