@@ -56,6 +56,7 @@ def prepare(config: schema.Config) -> Job:
     from pipeline.training.job import Job, check_launch
     from pipeline.training.measured_costs import measure
     from pipeline.training.plan import make_plan
+    from pipeline.training.predicted_bytes import with_predicted_bytes
     from pipeline.training.schedule_choice import write_schedule
 
     check_launch(config)
@@ -63,8 +64,10 @@ def prepare(config: schema.Config) -> Job:
     model, data, devices = build_model(), build_data(), choose_devices(config)
     measured = config.costs.source == "profile"
     found = measure(config, model, data, devices, write_schedule(config).stages) if measured else (None, None)
-    plan = make_plan(config, model, TensorSpec.of(data.train.inputs(0)), devices.of(0), *found)
+    inputs = data.train.inputs(0)
+    plan = make_plan(config, model, TensorSpec.of(inputs), devices.of(0), *found)
     plan.check_targets(data.classes)
+    plan = with_predicted_bytes(plan, config, model, inputs, data.train.targets(0), devices.of(0))
     if schema.is_recording_rank():
         warn_of_slow_choices(config, devices)
     return Job(config, plan, devices, build_model, build_data, config.data.validation_batches)

@@ -127,6 +127,7 @@ def test_the_summary_has_every_field_with_a_sensible_value(default: Ran) -> None
     assert sum(rank["parameters"] for rank in summary["ranks"]) == summary["parameters"] + tied
     for rank in summary["ranks"]:
         assert 1_000 < rank["peak_activation_bytes"] < 10_000_000
+        assert rank["peak_activation_bytes_predicted"] == rank["peak_activation_bytes"]
         assert rank["peak_memory_bytes"] > 50_000_000
 
 

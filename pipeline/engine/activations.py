@@ -2,60 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class ActivationMeter:
     """Bytes of activations that autograd and the engine hold, now and at most.
+
+    An activation is what is there for a microbatch. Parameters are not, nor their low-precision copies, of which a step
+    makes one for all microbatches; the batch is not either, until a microbatch of it is moved or converted.
 
     What autograd saves is seen through saved-tensor hooks, which cost time; so a meter is used for one step and then
     dropped.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._excluded: dict[int, UntypedStorage] = {}
-        self.exclude(parameters)
+        self._excluded = _storages(parameters)
         self._holders: dict[int, int] = {}
-        self._bytes = 0
+        self.bytes = 0
         self.peak_bytes = 0
 
-    def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Never count the storages of `tensors`, which live as long as the meter: no other gets their address."""
-        self._excluded |= {_storage(tensor): tensor.untyped_storage() for tensor in tensors}
+    @contextmanager
+    def excluding(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Until this closes, count neither `tensors` nor copies that autocast makes of parameters.
+
+        Their storages live as long, so that no other gets their address.
+        """
+        before = self._excluded
+        self._excluded = before | _storages(tensors)
+        try:
+            yield
+        finally:
+            self._excluded = before
 
     def hold(self, tensor: Tensor) -> Held:
         """Count `tensor`'s storage until the returned object is dropped."""
         return Held(self, tensor)
 
-    def watch(self) -> AbstractContextManager[object]:
+    def held(self, tensor: Tensor) -> int:
+        """The bytes of `tensor`'s storage if it is counted now, else 0."""
+        storage = tensor.untyped_storage()
+        return storage.nbytes() if int(storage._cdata) in self._holders else 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
         """While open, what autograd saves on this thread is counted until it is freed."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack), _CopiesOfParameters(self._excluded):
+            yield
 
     def _pack(self, tensor: Tensor) -> Tensor | Held:
         return tensor if _storage(tensor) in self._excluded else Held(self, tensor)
 
-    def _add(self, tensor: Tensor) -> int:
+    def _add(self, tensor: Tensor) -> int | None:
         key = _storage(tensor)
         if key in self._excluded:
-            return key
+            return None
         holders = self._holders.get(key, 0)
         self._holders[key] = holders + 1
         if holders == 0:
-            self._bytes += tensor.untyped_storage().nbytes()
-            self.peak_bytes = max(self.peak_bytes, self._bytes)
+            self.bytes += tensor.untyped_storage().nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
         return key
 
     def _remove(self, key: int, nbytes: int) -> None:
-        if key in self._excluded:
-            return
         self._holders[key] -= 1
         if self._holders[key] == 0:
             del self._holders[key]
-            self._bytes -= nbytes
+            self.bytes -= nbytes
 
 
 class Held:
@@ -70,7 +88,36 @@ class Held:
         self._key = meter._add(tensor)
 
     def __del__(self) -> None:
-        self._meter._remove(self._key, self._nbytes)
+        if self._key is not None:
+            self._meter._remove(self._key, self._nbytes)
+
+
+class _CopiesOfParameters(TorchDispatchMode):
+    """Adds to `excluded` the low-precision copies of what is in there already.
+
+    Only those that are made once a step: autocast copies a frozen parameter anew in each forward.
+    """
+
+    def __init__(self, excluded: dict[int, UntypedStorage]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._excluded = excluded
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled stage stays compiled under this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].requires_grad and _storage(args[0]) in self._excluded:
+            self._excluded |= _storages([result])
+        return result
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    return {_storage(tensor): tensor.untyped_storage() for tensor in tensors}
 
 
 def _storage(tensor: Tensor) -> int:

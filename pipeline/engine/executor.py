@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -136,15 +137,13 @@ class Executor:
         Raises:
             ActionError: an action failed; the cause is chained.
         """
-        with casts_kept_for_a_step():
+        with casts_kept_for_a_step(), self._metering(batch):
             return (yield from self._program(batch))
 
     def _program(self, batch: Microbatches) -> Generator[Action, None, StepResult]:
         trace = NoTrace() if self.clock is None else Trace(self.rank, self.clock)
         state = StepState(batch, trace)
         self._set_mode()
-        if self.meter is not None:  # the batch is there all step, as parameters are
-            self.meter.exclude([*(batch.inputs or ()), *(batch.targets or ())])
         self._marker.begin(Activity.EVALUATING if self.schedule.forward_only else Activity.TRAINING, batch.step)
         for position, action in enumerate(self._row):
             self.position = position
@@ -303,6 +302,10 @@ class Executor:
     def _set_mode(self) -> None:
         for stage in self.stages.values():
             stage.train(not self.schedule.forward_only)
+
+    def _metering(self, batch: Microbatches) -> AbstractContextManager[None]:
+        given = [*(batch.inputs or ()), *(batch.targets or ())]
+        return nullcontext() if self.meter is None else self.meter.excluding(given)
 
     def _describe(self, action: Action, step: int, error: Exception) -> str:
         marked = grid(self.schedule, mark={(self.rank, self.position)}, width=160)

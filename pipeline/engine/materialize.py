@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.engine.model import Layer, Model
 from pipeline.engine.seeding import generator
+
+
+class MakeLayer(Protocol):
+    """Builds a layer with memory on a device, as `materialize` does."""
+
+    def __call__(
+        self, model: Model, layer: Layer, *, device: torch.device, dtype: torch.dtype, seed: int
+    ) -> nn.Module: ...
 
 
 def materialize(model: Model, layer: Layer, *, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a model's stages really take: the costs and bytes that simulator and planner reckon with."""
+"""How long a model's stages really take: the costs that simulator and planner reckon with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.model import Model
 from pipeline.engine.passes import Pass
 from pipeline.engine.segments import Recomputed
@@ -23,18 +22,13 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One stage and one microbatch. Seconds: medians of several passes. Bytes: what is held, each storage once."""
+    """One stage and one microbatch. Seconds: medians of several passes."""
 
     forward: float
     backward: float
     backward_input: float
     backward_weight: float
     recompute: float
-    activation_bytes: int
-    """From the forward to the end of the backward: input, output and what autograd saves."""
-    weight_gradient_bytes: int
-    """What I leaves for W."""
-    input_bytes: int
     output_bytes: int
 
 
@@ -86,16 +80,14 @@ class _Passes:
         whole = [self._whole() for _ in range(repeats + 1)][1:]
         split = [self._split() for _ in range(repeats + 1)][1:]
         again = [self._again() for _ in range(repeats + 1)][1:]
-        activation, left, output = self._bytes()
+        with torch.no_grad():
+            output = self._forward(self._leaf(), None)
         profile = StageProfile(
             forward=statistics.median(forward for forward, _ in whole),
             backward=statistics.median(backward for _, backward in whole),
             backward_input=statistics.median(for_input for for_input, _ in split),
             backward_weight=statistics.median(for_weight for _, for_weight in split),
             recompute=statistics.median(again),
-            activation_bytes=activation,
-            weight_gradient_bytes=left,
-            input_bytes=self._inputs.nbytes,
             output_bytes=output.nbytes,
         )
         return profile, output
@@ -123,22 +115,6 @@ class _Passes:
         began = self._now()
         passed.recompute(self._run)
         return self._now() - began
-
-    def _bytes(self) -> tuple[int, int, Tensor]:
-        """Bytes held after the forward, bytes left by I, and the output."""
-        meter = ActivationMeter([tensor for _, tensor in self._stage.named_tensors()])
-        inputs = self._leaf()
-        held = [meter.hold(inputs)]
-        with meter.watch():
-            output = self._forward(inputs, None)
-        if self._stage.loss is None:
-            held.append(meter.hold(output))
-        activation = meter.peak_bytes
-        left = ActivationMeter([tensor for _, tensor in self._stage.named_tensors()])
-        weights = WeightGradients(left.hold)
-        self._backward(self._forward(self._leaf(), weights), weights)
-        del held
-        return activation, left.peak_bytes, output.detach()
 
     def _leaf(self) -> Tensor:
         for _, parameter in self._stage.named_parameters():

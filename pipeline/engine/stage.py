@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.engine.boundary import Autocast
 from pipeline.engine.compilation import Compiler
-from pipeline.engine.materialize import materialize, named_tensors
+from pipeline.engine.materialize import MakeLayer, materialize, named_tensors
 from pipeline.engine.model import Layer, Model
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
 from pipeline.engine.segments import Recomputed, whole
@@ -53,6 +53,7 @@ class Stage:
         *,
         last: bool,
         recomputed: Recomputed | None = None,
+        make_layer: MakeLayer = materialize,
     ) -> None:
         if placement.compiler is not None and recomputed is not None and recomputed.keeps_costly:
             raise ValueError(
@@ -65,7 +66,7 @@ class Stage:
         self.loss = self._call(model.loss) if last else None
         self.layers = tuple(layers)
         self.modules = tuple(
-            materialize(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
+            make_layer(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
             for layer in layers
         )
         self.whole = whole(len(self.layers))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from pipeline.schedule.actions import ActionType
+from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.costs import Times, at_stage, check_times
 from pipeline.schedule.events import Event
 from pipeline.schedule.schedule import Message, Schedule, takes
@@ -38,20 +38,61 @@ def peak_in_flight(schedule: Schedule, *, released_at_input: bool = False) -> tu
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one microbatch takes at a stage: one number for every stage, or an entry a stage."""
+    """Bytes that one microbatch takes at a stage: one number for every stage, or an entry a stage.
+
+    What is held for the backward, each memory once. Not the parameters, their gradients and their low-precision copies,
+    nor what an action needs while it runs alone.
+    """
 
     activation: Times
     """From the start of F to the end of B or I. A recomputed microbatch takes it from the start of R."""
     weight_gradient: Times | None = None
-    """What of it I leaves for W. None: all."""
+    """What of it, and of the gradients, I leaves for W. None: as much as `activation`."""
     checkpoint: Times = 0.0
     """What a recomputed microbatch keeps from the start of F to that of R: the stage's input."""
     boundary: Times = 0.0
     """A stage's output, and the gradient that comes back for it, in a buffer that is sent from or received into."""
+    during_recompute: Times = 0.0
+    """What R holds beyond `activation` at most, before a B or before an I, whichever is more."""
+    during_input: Times = 0.0
+    """What I holds beyond `activation` at most: it leaves something for W before all that it needs is used up."""
+    kept_output: Times = 0.0
+    """The part of `activation` that is F's output: on one rank it is the next stage's input as well."""
+    input_for_weight: Times = 0.0
+    """The part of `weight_gradient` that is the stage's input."""
+    recomputed: Footprint | None = None
+    """Of a recomputed microbatch. None: the same, but for an output, which R makes anew."""
 
     def __post_init__(self) -> None:
-        for name in ("activation", "weight_gradient", "checkpoint", "boundary"):
+        for name in _Sizes._fields:
             check_times(name, getattr(self, name), "bytes")
+
+    def stage(self, stage: int) -> _Sizes:
+        """One stage's entries."""
+        whole = {"weight_gradient": self.activation} if self.weight_gradient is None else {}
+        sizes = {name: getattr(self, name) for name in _Sizes._fields} | whole
+        return _Sizes(**{name: at_stage(size, stage) for name, size in sizes.items()})
+
+    def recomputed_stage(self, stage: int) -> _Sizes:
+        """One stage's entries for a recomputed microbatch."""
+        return self.stage(stage)._replace(kept_output=0.0) if self.recomputed is None else self.recomputed.stage(stage)
+
+
+class _Sizes(NamedTuple):
+    """One stage's entries of a `Footprint`."""
+
+    activation: float
+    weight_gradient: float
+    checkpoint: float
+    boundary: float
+    during_recompute: float
+    during_input: float
+    kept_output: float
+    input_for_weight: float
+
+
+Footprints = Footprint | Sequence[Footprint]
+"""One for all microbatches, or one for each."""
 
 
 class Transfer(NamedTuple):
@@ -61,6 +102,22 @@ class Transfer(NamedTuple):
     sent: float
     posted: float
     arrived: float
+
+
+def peak_activation_bytes(schedule: Schedule, footprint: Footprints) -> tuple[float, ...]:
+    """The most bytes of activations that each rank holds: what its order alone says, without messages under way.
+
+    It is what the engine's meter counts (pipeline/engine/activations.py). ValueError unless there is a footprint for
+    all microbatches, or one for each.
+    """
+    peaks = []
+    for rank in range(schedule.pp):
+        held = peak = 0.0
+        for before, after in _Activations(schedule, rank, footprint).changes():
+            peak = max(peak, held + before)
+            held += before + after
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def peak_bytes(
@@ -73,16 +130,11 @@ def peak_bytes(
     """
     changes: list[list[_Change]] = [[] for _ in events]
     ends: dict[Message, tuple[float, int]] = {}
-    recomputed = {(e.action.stage, e.action.microbatch) for row in events for e in row if e.action.type is ActionType.R}
-    sizes = [_activation_changes(footprint, stage, schedule.forward_only) for stage in range(schedule.stages)]
     for rank, row in enumerate(events):
-        for at, event in enumerate(row):
-            for part in event.action.compute:
-                kept = (part.stage, part.microbatch) not in recomputed
-                before, after = sizes[part.stage][part.type, kept or part.type is not ActionType.F]
-                changes[rank].append(_Change(event.start, 2 * at, before))
-                changes[rank].append(_Change(event.end, 2 * at + 1, after))
-                needed = takes(part, schedule.stages)
+        for at, (event, change) in enumerate(zip(row, _Activations(schedule, rank, footprint).changes(), strict=True)):
+            changes[rank].append(_Change(event.start, 2 * at, change[0]))
+            changes[rank].append(_Change(event.end, 2 * at + 1, change[1]))
+            for needed in (takes(part, schedule.stages) for part in event.action.compute):
                 if needed is not None:
                     ends[needed] = event.end, 2 * at + 1
     for moved, sent, posted, arrived in transfers:
@@ -101,21 +153,97 @@ class _Change(NamedTuple):
     size: float
 
 
-def _activation_changes(
-    footprint: Footprint, stage: int, forward_only: bool
-) -> Mapping[tuple[ActionType, bool], tuple[float, float]]:
-    """By how much an action changes the bytes at its start and at its end; a forward also by whether it keeps all."""
-    whole = at_stage(footprint.activation, stage)
-    for_weight = whole if footprint.weight_gradient is None else at_stage(footprint.weight_gradient, stage)
-    checkpoint = at_stage(footprint.checkpoint, stage)
-    return {
-        (ActionType.F, True): (whole, -whole if forward_only else 0.0),
-        (ActionType.F, False): (checkpoint, 0.0),
-        (ActionType.R, True): (whole - checkpoint, 0.0),
-        (ActionType.B, True): (0.0, -whole),
-        (ActionType.I, True): (0.0, for_weight - whole),
-        (ActionType.W, True): (0.0, -for_weight),
-    }
+class _Activations:
+    """One rank's activations as its actions come and go."""
+
+    def __init__(self, schedule: Schedule, rank: int, footprint: Footprints) -> None:
+        if not isinstance(footprint, Footprint) and len(footprint) != schedule.microbatches:
+            raise ValueError(
+                f"{len(footprint)} footprints for {schedule.microbatches} microbatches: give one, or one for each"
+            )
+        self._row = [action for action in schedule.rows[rank] if action.type.is_compute]
+        self._forward_only = schedule.forward_only
+        self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
+        self._footprint = footprint
+        self._known: dict[tuple[int, int, bool], _Sizes] = {}
+        self._shared = _SharedBoundaries(schedule, self._sizes)
+
+    def changes(self) -> Iterator[tuple[float, float]]:
+        """By how many bytes each compute action changes what is held: when it starts, and when it ends."""
+        for action in self._row:
+            before = after = 0.0
+            for part in action.compute:
+                start, end = self._change(part)
+                before += start - self._shared.joined(part)
+                after += end + self._shared.parted(part)
+            yield before, after
+
+    def _change(self, part: Action) -> tuple[float, float]:
+        sizes = self._sizes(part.stage, part.microbatch)
+        match part.type:
+            case ActionType.F if self._forward_only:
+                return sizes.activation, -sizes.activation
+            case ActionType.F:
+                kept = (part.stage, part.microbatch) not in self._recomputed
+                return sizes.activation if kept else sizes.checkpoint, 0.0
+            case ActionType.R:
+                more = sizes.activation - sizes.checkpoint
+                return more + sizes.during_recompute, -sizes.during_recompute
+            case ActionType.I:
+                return sizes.during_input, sizes.weight_gradient - sizes.activation - sizes.during_input
+            case ActionType.W:
+                return 0.0, -sizes.weight_gradient
+            case _:
+                return 0.0, -sizes.activation
+
+    def _sizes(self, stage: int, microbatch: int) -> _Sizes:
+        one = self._footprint if isinstance(self._footprint, Footprint) else self._footprint[microbatch]
+        key = id(one), stage, (stage, microbatch) in self._recomputed
+        if key not in self._known:
+            self._known[key] = one.recomputed_stage(stage) if key[2] else one.stage(stage)
+        return self._known[key]
+
+
+class _SharedBoundaries:
+    """Outputs that their stage keeps and that the next stage on the same rank takes: one memory with two users."""
+
+    def __init__(self, schedule: Schedule, sizes: Callable[[int, int], _Sizes]) -> None:
+        ranks = schedule.stage_to_rank
+        self._inner = {s for s in range(schedule.stages - 1) if ranks[s] == ranks[s + 1] and not schedule.forward_only}
+        self._sizes = sizes
+        self._users: dict[tuple[int, int], int] = {}
+
+    def joined(self, part: Action) -> float:
+        """The bytes that an action's start seems to take and does not: they are there already."""
+        if part.type is not ActionType.F:
+            return 0.0
+        if part.stage in self._inner:
+            self._users[part.stage, part.microbatch] = 1
+        boundary = part.stage - 1, part.microbatch
+        if boundary not in self._users:
+            return 0.0
+        self._users[boundary] += 1
+        return self._sizes(*boundary).kept_output
+
+    def parted(self, part: Action) -> float:
+        """The bytes that an action's end seems to free and does not: the other stage still holds them."""
+        stage, microbatch = part.stage, part.microbatch
+        remaining = 0.0
+        if part.type.is_backward:
+            remaining += self._leave(stage, microbatch)
+        if part.type is ActionType.B or part.type is _last_use_of_input(self._sizes(stage, microbatch)):
+            remaining += self._leave(stage - 1, microbatch)
+        return remaining
+
+    def _leave(self, stage: int, microbatch: int) -> float:
+        if (stage, microbatch) not in self._users:
+            return 0.0
+        self._users[stage, microbatch] -= 1
+        return self._sizes(stage, microbatch).kept_output if self._users[stage, microbatch] else 0.0
+
+
+def _last_use_of_input(sizes: _Sizes) -> ActionType:
+    return ActionType.W if sizes.input_for_weight else ActionType.I
 
 
 def _peak(changes: list[_Change]) -> float:

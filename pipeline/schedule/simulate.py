@@ -18,7 +18,15 @@ from pipeline.schedule.deadlock import End, Key, Queue, deadlock
 from pipeline.schedule.errors import ScheduleError, schedule_error
 from pipeline.schedule.events import Event, bubbles
 from pipeline.schedule.idle import Idle, split_idle
-from pipeline.schedule.memory import Footprint, Transfer, in_flight, peak_bytes, peak_in_flight
+from pipeline.schedule.memory import (
+    Footprint,
+    Footprints,
+    Transfer,
+    in_flight,
+    peak_activation_bytes,
+    peak_bytes,
+    peak_in_flight,
+)
 from pipeline.schedule.schedule import Communicator, Schedule, makes, message, one_a_channel, route, takes
 
 __all__ = ["CostModel", "Costs", "Event", "Footprint", "Idle", "Simulation", "bubbles", "in_flight", "nominal_costs"]
@@ -53,6 +61,10 @@ class Simulation:
     def idle(self) -> tuple[Idle, ...]:
         """The idle time of each rank, split."""
         return split_idle(self.events, self.schedule)
+
+    def peak_activation_bytes(self, footprint: Footprints) -> tuple[float, ...]:
+        """The most bytes of activations that each rank holds, whatever its messages do."""
+        return peak_activation_bytes(self.schedule, footprint)
 
     def peak_bytes(self, footprint: Footprint) -> tuple[float, ...]:
         """The most bytes of activations and boundary buffers that each rank holds at a time."""

@@ -1,4 +1,4 @@
-"""Costs and bytes of the real model's stages, timed on this machine."""
+"""Costs and bytes of the real model's stages: times as this machine takes them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.devices import Devices
 from pipeline.training.placement import place
 from pipeline.training.plan import cut, layer_sizes, microbatch_sizes
+from pipeline.training.predicted_bytes import footprints_of
 from pipeline.training.rank_process import threads_per_rank
 from pipeline.training.settings import Settings
 from pipeline.training.trainer import Data
 
 
-def measure(settings: Settings, model: Model, data: Data, devices: Devices, stages: int) -> tuple[Costs, Footprint]:
+def measure(
+    settings: Settings, model: Model, data: Data, devices: Devices, stages: int
+) -> tuple[Costs, Footprint | None]:
     """Time the model, cut into `stages` as the settings say, on one (the larger) microbatch, alone on one device.
 
-    Seconds and bytes, an entry a stage. Messages keep the latency and bandwidth that the settings state.
+    Seconds and bytes, an entry a stage; no bytes where fake tensors can't tell them. Messages keep the latency and
+    bandwidth that the settings state.
 
     Raises:
         ValueError: the model can't be cut so.
     """
     counts = cut(settings, layer_sizes(model), stages)
     size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
-    device = devices.of(0)
-    placement = place(settings, device)
+    placement = place(settings, devices.of(0))
     inputs, targets = data.train.inputs(0)[:size], data.train.targets(0)[:size]
     with _threads_of_a_rank(settings.pp):
         part = recomputed_part(settings.activation_checkpoint)
-        return to_costs(profile_stages(model, counts, placement, inputs, targets, recomputed=part), settings)
+        profiles = profile_stages(model, counts, placement, inputs, targets, recomputed=part)
+    footprints = footprints_of(model, counts, placement, [inputs], [targets], part)
+    return to_costs(profiles, settings), footprints[0] if footprints else None
 
 
 @contextmanager
@@ -49,10 +54,9 @@ def _threads_of_a_rank(ranks: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def to_costs(profiles: tuple[StageProfile, ...], settings: Settings) -> tuple[Costs, Footprint]:
+def to_costs(profiles: tuple[StageProfile, ...], settings: Settings) -> Costs:
     """The simulator's terms for what was measured. A message's size is that of the output."""
-    outputs = tuple(float(stage.output_bytes) for stage in profiles)
-    costs = Costs(
+    return Costs(
         forward=tuple(stage.forward for stage in profiles),
         backward=tuple(stage.backward for stage in profiles),
         backward_input=tuple(stage.backward_input for stage in profiles),
@@ -60,12 +64,5 @@ def to_costs(profiles: tuple[StageProfile, ...], settings: Settings) -> tuple[Co
         recompute=tuple(stage.recompute for stage in profiles),
         transfer=settings.costs.transfer,
         bandwidth=settings.costs.bandwidth,
-        boundary_bytes=outputs,
+        boundary_bytes=tuple(float(stage.output_bytes) for stage in profiles),
     )
-    footprint = Footprint(
-        activation=tuple(float(stage.activation_bytes) for stage in profiles),
-        weight_gradient=tuple(float(stage.weight_gradient_bytes) for stage in profiles),
-        checkpoint=tuple(float(stage.input_bytes) for stage in profiles),
-        boundary=outputs,
-    )
-    return costs, footprint

@@ -128,11 +128,13 @@ class Measurement:
     def _rank_report(self, index: int) -> RankReport:
         rank = self._ranks[index]
         measured = rank.measure_activations(False)
+        predicted = self._plan.peak_activation_bytes
         return RankReport(
             rank=rank.rank,
             stages=self._plan.schedule.stages_of(rank.rank),
             parameters=self._plan.rank_parameters(rank.rank),
             peak_activation_bytes=self._activation_bytes[index] if measured is None else measured,
+            peak_activation_bytes_predicted=None if predicted is None else predicted[rank.rank],
             peak_memory_bytes=None if self._shared_memory else peak_memory_bytes(rank.placement.device),
         )
 

@@ -42,13 +42,14 @@ class ValidationMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank held. Bytes; `peak_memory_bytes` is None where ranks share a process."""
+    """What one rank held. Bytes; `peak_memory_bytes` is None where ranks share a process, a prediction without one."""
 
     rank: int
     stages: tuple[int, ...]
     parameters: int
     peak_activation_bytes: int | None
     peak_memory_bytes: int | None
+    peak_activation_bytes_predicted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class Plan:
     predicted: Simulation
     """The program under nominal costs: F=1 and B=2 a stage (divided by the stages a rank holds), R the recomputed part
     of F, no transfer."""
+    peak_activation_bytes: tuple[int, ...] | None = None
+    """Of each rank, as predicted (`predicted_bytes.with_predicted_bytes`)."""
 
     @property
     def programs(self) -> dict[Activity, Schedule]:

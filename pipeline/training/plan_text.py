@@ -8,6 +8,7 @@ from rich.table import Table
 from pipeline.schedule.actions import ActionType
 from pipeline.schedule.grid import grid
 from pipeline.training.plan import Plan
+from pipeline.training.progress import bytes_text
 
 _LONGEST_GRID = 16
 """Ranks beyond which the grid says less than it takes room."""
@@ -49,7 +50,7 @@ def _predictions(plan: Plan) -> str:
         f"predicted with {costs} a rank and no transfer: makespan {predicted.makespan:g}\n"
         f"predicted bubbles: makespan {100 * predicted.makespan_bubble:.1f} %, "
         f"span {100 * predicted.span_bubble:.1f} %\n"
-        f"in flight at most, by rank: {', '.join(map(str, predicted.peak_in_flight))} {unit}"
+        f"in flight at most, by rank: {', '.join(map(str, predicted.peak_in_flight))} {unit}{_bytes(plan)}"
     )
 
 
@@ -58,3 +59,9 @@ def _recomputed(plan: Plan) -> str:
     parts = [f"{plan.recomputed.share(count):.2g}" for count in plan.counts]
     least, most = min(parts, key=float), max(parts, key=float)
     return least if least == most else f"{least}-{most}"
+
+
+def _bytes(plan: Plan) -> str:
+    if plan.peak_activation_bytes is None:
+        return ""
+    return f"\nactivations at most, by rank: {', '.join(map(bytes_text, plan.peak_activation_bytes))}"

@@ -89,8 +89,8 @@ class Rank:
     def measure_activations(self, measure: bool) -> int | None:
         """Start measuring what is held for microbatches, or stop and give the peak in bytes."""
         if measure:
-            buffers = [t for stage in self.stages.values() for _, t in stage.named_tensors()]
-            self.trainer.meter = ActivationMeter(buffers)
+            tensors = [tensor for stage in self.stages.values() for _, tensor in stage.named_tensors()]
+            self.trainer.meter = ActivationMeter(tensors)
             return None
         meter, self.trainer.meter = self.trainer.meter, None
         return None if meter is None else meter.peak_bytes

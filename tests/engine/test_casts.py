@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.engine.casts import cast, casts_kept_for_a_step
 from pipeline.training.precision import autocast
 from pipeline.training.settings import ActivationCheckpointSettings, PrecisionSettings
 from tests.engine.harness import CPU, microbatches_of, outcome, plan_for, settings_for, step
-from tests.engine.samples import linears, small_gpt, text, vectors
+from tests.engine.samples import chain, linears, small_gpt, text, vectors
 
 BF16 = PrecisionSettings("bf16", "float32", "bfloat16")
+
+
+class FrozenLinear(nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.requires_grad_(False)
 
 
 def bf16_step(
@@ -45,9 +53,29 @@ def test_copies_of_weights_do_not_multiply_with_microbatches():
     """Four microbatches in flight under gpipe once held four bfloat16 copies of every weight."""
     width = 256
     inputs, targets = vectors(4, width)
-    _, (first, _) = bf16_step(linears(4, width), inputs, targets, "gpipe", measure=True)
-    one_copy = width * width * 2  # of the second Linear: the first has no input gradient to compute with its weight
-    assert one_copy <= first <= 1.5 * one_copy
+    one_copy, saved = width * width * 2, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        bf16_step(linears(4, width), inputs, targets, "gpipe")
+    copies = {
+        t.untyped_storage()._cdata for t in saved if type(t) is Tensor and t.untyped_storage().nbytes() == one_copy
+    }
+    assert len(copies) == 3, "the first Linear has no input gradient to compute with its weight"
+
+
+def test_copies_of_weights_are_no_activations():
+    width = 256
+    _, peaks = bf16_step(linears(4, width), *vectors(4, width), "gpipe", measure=True)
+    assert max(peaks) < width * width * 2
+
+
+def test_a_frozen_weight_is_copied_by_each_forward_and_counts():
+    """autocast keeps no copy of what needs no gradient."""
+    width = 256
+    frozen = partial(FrozenLinear, width)
+    _, (first, _) = bf16_step(
+        chain([partial(nn.Linear, width, width), frozen] * 2), *vectors(4, width), "gpipe", measure=True
+    )
+    assert 4 * width * width * 2 <= first <= 4.5 * width * width * 2
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])

@@ -121,9 +121,9 @@ def test_w_frees_what_it_held():
     weights = WeightGradients(meter.hold)
     with stage.deferring(weights):
         forward(stage, torch.ones(3, 4, dtype=torch.float64)).sum().backward()
-    assert meter._bytes > 0
+    assert meter.bytes > 0
     weights.apply()
-    assert meter._bytes == 0
+    assert meter.bytes == 0
 
 
 def test_what_compiled_layers_save_is_counted():
@@ -133,7 +133,7 @@ def test_what_compiled_layers_save_is_counted():
         output = forward(stage, torch.ones(3, 4, dtype=torch.float64))
     assert meter.peak_bytes == 3 * (3 * 4 * 8), "the inputs of three layers"
     del output
-    assert meter._bytes == 0
+    assert meter.bytes == 0
 
 
 def test_frozen_parameters_get_none():

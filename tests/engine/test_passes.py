@@ -203,7 +203,7 @@ def test_a_pass_leaves_nothing_behind(part):
     gc.disable()  # reference counts alone must do it
     try:
         *_, meter = held(part, small_chain())
-        assert meter._bytes == 0
+        assert meter.bytes == 0
     finally:
         gc.enable()
 

@@ -1,4 +1,4 @@
-"""What a profile measures: every stage once, times that add up, bytes that are held."""
+"""What a profile measures: every stage once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def test_every_stage_is_timed():
         assert min(profile.forward, profile.backward, profile.backward_input, profile.backward_weight) > 0
         assert profile.recompute > 0
     hidden = 2 * 8 * 16 * 8  # batch, context, width, bytes
-    assert [profile.input_bytes for profile in profiles] == [2 * 8 * 8, hidden, hidden]
     assert [profile.output_bytes for profile in profiles] == [hidden, hidden, 8]
 
 
@@ -47,27 +46,18 @@ def test_a_recomputation_is_timed_of_its_part_alone():
     assert calls[0] - calls[1] == 2
 
 
-def test_bytes_are_those_of_the_tensors_held():
-    """Two Linears: F holds input, what is between, and output; W needs each Linear's input and output gradient."""
-    inputs, targets = vectors(SAMPLES)
-    first, last = profile_stages(chain([LINEAR] * 4, loss=Total()), (2, 2), placement(), inputs, targets, repeats=1)
-    assert first.activation_bytes == 3 * TENSOR
-    assert first.weight_gradient_bytes == 4 * TENSOR
-    assert first.input_bytes == first.output_bytes == last.input_bytes == TENSOR
-
-
 def test_a_stage_without_gradients_is_profiled_too():
     """Nothing to train and no gradient to hand back: a backward that does nothing."""
     inputs, targets = vectors(SAMPLES)
     model = chain([nn.Identity, LINEAR], loss=Total())
     first, _ = profile_stages(model, (1, 1), placement(), inputs, targets, repeats=1)
-    assert first.weight_gradient_bytes == 0
+    assert first.output_bytes == TENSOR
+    assert first.backward_weight >= 0
 
 
 def test_compiled_stages_are_profiled_as_they_run():
     inputs, targets = vectors(SAMPLES)
     model, where = chain([LINEAR] * 4, loss=Total()), placement(compiler=Compiler("aot_eager"))
     first, _ = profile_stages(model, (2, 2), where, inputs, targets, repeats=1)
-    assert first.activation_bytes == 3 * TENSOR
-    assert first.weight_gradient_bytes == 4 * TENSOR
+    assert first.output_bytes == TENSOR
     assert first.backward_weight > 0

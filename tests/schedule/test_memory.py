@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import nan
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.schedule.actions import Action
 from pipeline.schedule.library import forward_only, gpipe, one_f_one_b
 from pipeline.schedule.lowering import lower
-from pipeline.schedule.memory import Footprint, in_flight, peak_in_flight
+from pipeline.schedule.memory import Footprint, in_flight, peak_activation_bytes, peak_in_flight
 from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Costs, simulate
@@ -89,7 +89,53 @@ def test_forward_only_keeps_nothing() -> None:
     assert peaks(forward_only((0, 1), 5), Footprint(10.0)) == (10, 10)
 
 
-@pytest.mark.parametrize("name", ["activation", "weight_gradient", "checkpoint", "boundary"])
+def test_activations_alone_are_what_the_order_says() -> None:
+    program = lower(one_f_one_b(4, 16))
+    assert peak_activation_bytes(program, Footprint(3.0, boundary=100.0)) == (12, 9, 6, 3)
+    assert simulate(program, Costs(transfer=7.0)).peak_activation_bytes(Footprint(3.0)) == (12, 9, 6, 3)
+
+
+def test_an_input_backward_adds_for_its_weights_before_it_frees() -> None:
+    schedule = by_hand("0F0 0F1 0I0 0W0 0I1 0W1", microbatches=2)
+    footprint = Footprint(10.0, weight_gradient=3.0, during_input=4.0)
+    assert peaks(schedule, footprint) == peak_activation_bytes(schedule, footprint) == (24,)
+
+
+def test_microbatches_of_unequal_size() -> None:
+    assert peak_activation_bytes(gpipe(1, 2), [Footprint(10.0), Footprint(4.0)]) == (14,)
+    with pytest.raises(ValueError, match="2 footprints for 3 microbatches"):
+        peak_activation_bytes(gpipe(1, 3), [Footprint(10.0), Footprint(4.0)])
+
+
+def test_an_output_that_its_stage_keeps_is_the_next_stages_input() -> None:
+    """One memory as long as either stage on the rank holds it."""
+    footprint = Footprint((5.0, 100.0), weight_gradient=(1.0, 50.0), kept_output=(2.0, 0.0))
+    whole = by_hand("0F0 1F0 1B0 0B0", microbatches=1, stage_to_rank=(0, 0))
+    assert peak_activation_bytes(whole, footprint) == (103,)
+    assert peak_activation_bytes(by_hand("0F0 0B0", "1F0 1B0", microbatches=1), footprint) == (5, 100)
+    # stage 0 of microbatch 0 still holds it when the other stage's I is done: 5 + 50, then 5 + 98 more
+    late = by_hand("0F0 1F0 1I0 0F1 1F1 1I1 0I0 0I1 1W0 0W0 1W1 0W1", microbatches=2, stage_to_rank=(0, 0))
+    assert peak_activation_bytes(late, footprint) == (158,)
+    # it is among the 50 that W needs: 2 less
+    needed = replace(footprint, input_for_weight=(0.0, 2.0))
+    assert peak_activation_bytes(late, needed) == (156,)
+    # and W keeps it when stage 0's I lets go: 1 + 50 and 103 more
+    early = by_hand("0F0 1F0 1I0 0I0 0F1 1F1 1I1 0I1 1W0 0W0 1W1 0W1", microbatches=2, stage_to_rank=(0, 0))
+    assert peak_activation_bytes(early, needed) == peak_activation_bytes(early, footprint) == (154,)
+
+
+def test_a_recomputed_output_is_not_the_next_stages_input() -> None:
+    schedule = by_hand("0F0 1F0 0R0 1B0 0B0", microbatches=1, stage_to_rank=(0, 0))
+    assert peak_activation_bytes(schedule, Footprint((5.0, 100.0), checkpoint=1.0, kept_output=(2.0, 0.0))) == (105,)
+
+
+def test_a_recomputed_microbatch_may_keep_more_and_take_less() -> None:
+    schedule = by_hand("0F0 0F1 0R0 0B0 0B1", microbatches=2)
+    part = Footprint(8.0, checkpoint=4.0, during_recompute=1.0)
+    assert peak_activation_bytes(schedule, Footprint(10.0, recomputed=part)) == (10 + 8 + 1,)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Footprint) if field.name != "recomputed"])
 def test_bytes_below_zero_are_refused(name: str) -> None:
     for size in (-1.0, nan):
         with pytest.raises(ValueError, match=f"bytes.{name} is {size}: use 0 or more"):
@@ -103,3 +149,4 @@ def test_bytes_of_one_are_microbatches(schedule: Schedule, lowered: bool, transf
     assert run.peak_bytes(Footprint(1.0)) == run.peak_in_flight
     assert run.peak_bytes(Footprint(1.0, weight_gradient=0.0)) == run.peak_in_flight_released_at_input
     assert run.peak_bytes(Footprint(1.0, boundary=0.5)) >= run.peak_in_flight
+    assert run.peak_activation_bytes(Footprint(1.0, boundary=0.5)) == run.peak_in_flight

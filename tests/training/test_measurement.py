@@ -35,12 +35,12 @@ def test_activation_peaks_follow_what_is_in_flight(steps):
         ]
         for schedule in ("gpipe", "1f1b")
     }
-    # two Linears on two samples of four float32: input, middle, output; four against two in flight
-    assert peaks["gpipe"][0] == 4 * 3 * 32
-    assert peaks["1f1b"][0] == 2 * 3 * 32
-    # input, middle, log-probabilities and a weight; the targets are views of the one batch, which counts once
-    assert peaks["gpipe"][1] == 4 * (3 * 32 + 4) + 8 * 8
-    assert peaks["1f1b"][1] == 3 * 32 + 4 + 8 * 8
+    # two Linears on two samples of four float32: what is between them; inputs and targets are views of the batch
+    assert peaks["gpipe"][0] == 4 * 32
+    assert peaks["1f1b"][0] == 2 * 32
+    # input, middle, log-probabilities and a weight
+    assert peaks["gpipe"][1] == 4 * (3 * 32 + 4)
+    assert peaks["1f1b"][1] == 3 * 32 + 4
 
 
 def test_only_the_first_step_is_measured():

@@ -1,0 +1,65 @@
+"""The peak activation bytes of a run before it starts: the plan's program, and its stages on fake tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pipeline.engine.footprint import measure_footprint
+from pipeline.engine.model import Model
+from pipeline.engine.segments import Recomputed
+from pipeline.engine.stage import Placement
+from pipeline.schedule.memory import Footprint, peak_activation_bytes
+from pipeline.training.placement import place
+from pipeline.training.plan import Plan, split
+from pipeline.training.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+def with_predicted_bytes(
+    plan: Plan, settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device
+) -> Plan:
+    """`plan` with the peak activation bytes of each rank; without where they can't be told, as of compiled stages.
+
+    Args:
+        inputs, targets: one whole batch; its numbers don't matter.
+        device: its type decides which kernels save what.
+    """
+    if settings.compile:  # compiled layers save what their compiler chooses
+        return plan
+    sizes = plan.microbatch_sizes
+    batch = split(inputs, sizes), split(targets, sizes)
+    footprints = footprints_of(model, plan.counts, place(settings, device), *batch, plan.recomputed)
+    if footprints is None:
+        return plan
+    peaks = peak_activation_bytes(plan.program, footprints)
+    return replace(plan, peak_activation_bytes=tuple(map(int, peaks)))
+
+
+def footprints_of(
+    model: Model,
+    counts: Sequence[int],
+    placement: Placement,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    recomputed: Recomputed,
+) -> list[Footprint] | None:
+    """One for each microbatch; those of one size share one. None, after a warning, where fake tensors don't do."""
+    found: dict[int, Footprint] = {}
+    try:
+        for part, answer in zip(inputs, targets, strict=True):
+            if len(part) not in found:
+                found[len(part)] = measure_footprint(model, counts, placement, part, answer, recomputed)
+    except RuntimeError as error:  # an operation whose result depends on numbers, as item() does
+        _log.warning("activation bytes are not predicted, the model can't run on fake tensors: %s", _first_line(error))
+        return None
+    return [found[len(part)] for part in inputs]
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from models.loss import CrossEntropy
+from pipeline.training.predicted_bytes import with_predicted_bytes
+from tests.engine.harness import CPU
+from tests.engine.samples import chain, small_gpt
+from tests.engine.test_executor import LINEAR
+from tests.training.harness import prepare, settings_to_train, text_data, vector_data
+
+
+def predicted_and_measured(model, data, settings):
+    run = prepare(settings, model, data)
+    trainer = run.trainer
+    inputs, targets = data.train.inputs(0), data.train.targets(0)
+    plan = with_predicted_bytes(trainer.plan, settings, model, inputs, targets, CPU)
+    trainer.train()
+    return plan, tuple(rank.peak_activation_bytes for rank in run.finished.ranks)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_a_run_takes_what_was_predicted(schedule):
+    settings = settings_to_train(schedule, 2, 4, 7, 1)
+    plan, measured = predicted_and_measured(small_gpt(), text_data(7), settings)
+    assert plan.peak_activation_bytes == measured
+
+
+class Scalar(CrossEntropy):
+    """Looks at its numbers, which fake tensors don't have."""
+
+    def __call__(self, outputs, targets):
+        return super().__call__(outputs, targets) * float(bool(targets.max().item() >= 0))
+
+
+def test_without_a_prediction_a_run_goes_on(caplog):
+    with caplog.at_level(logging.WARNING):
+        plan, measured = predicted_and_measured(
+            chain([LINEAR] * 2, loss=Scalar()), vector_data(4), settings_to_train("1f1b", 2, 2, 4, 1)
+        )
+    assert plan.peak_activation_bytes is None
+    assert None not in measured
+    (warning,) = caplog.messages
+    assert "activation bytes are not predicted" in warning
