@@ -31,7 +31,7 @@ FACTS = RunFacts(
     predicted=EVENTS,
     config={"pp": 2},
 )
-RANKS = (RankReport(0, (0,), 600, 2048, 1 << 20), RankReport(1, (1,), 400, 1024, None))
+RANKS = (RankReport(0, (0,), 600, 2048, 1 << 20, 2040), RankReport(1, (1,), 400, 1024, None))
 IDLE = (Idle(tail=0.25), Idle(warmup=0.125, dependency=0.125))
 FINISHED = Finished(1.5, 2.5, 64.0, 0.5, 0.25, "measured", RANKS, EVENTS, 12.0, 0.125, IDLE)
 PREDICTION = Prediction((3, 12), 0.45, 0.05, 0.2, 0.1, (Idle(), Idle(warmup=0.5)), EVENTS, {"forward": [0.1, 0.2]})
@@ -147,8 +147,22 @@ def test_a_good_end_writes_every_field_and_the_timeline(tmp_path: Path) -> None:
     assert (summary["train_loss"], summary["validation_loss"]) == (1.5, 2.5)
     assert (summary["bubble_measured"], summary["bubble_source"]) == (0.25, "measured")
     assert summary["ranks"] == [
-        {"rank": 0, "stages": [0], "parameters": 600, "peak_activation_bytes": 2048, "peak_memory_bytes": 1 << 20},
-        {"rank": 1, "stages": [1], "parameters": 400, "peak_activation_bytes": 1024, "peak_memory_bytes": None},
+        {
+            "rank": 0,
+            "stages": [0],
+            "parameters": 600,
+            "peak_activation_bytes": 2048,
+            "peak_memory_bytes": 1 << 20,
+            "peak_activation_bytes_predicted": 2040,
+        },
+        {
+            "rank": 1,
+            "stages": [1],
+            "parameters": 400,
+            "peak_activation_bytes": 1024,
+            "peak_memory_bytes": None,
+            "peak_activation_bytes_predicted": None,
+        },
     ]
     assert json.loads((recorder.directory / "timeline.json").read_text())["traceEvents"]
     assert (recorder.directory / "timeline.png").read_bytes().startswith(b"\x89PNG")
