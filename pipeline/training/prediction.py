@@ -1,9 +1,10 @@
 """How long a step should take by the costs that the run itself shows: the simulator against the run.
 
 Costs are profiled where they count: in the run's first steps, in every rank's process, while all of them work and
-share the machine. A stage's actions differ from step to step, and a rank that waits for two others waits for the slower
+share the machine. An action never takes the same time twice, and a rank that waits for two others waits for the slower
 one, so simulating averages would promise too much: a step is simulated many times, each time with durations drawn from
-the profiled ones, and what is predicted is the median, as what is measured is.
+those of one profiled step, and what is predicted is the median, as what is measured is. Drawn from one step, because
+what holds a step up mostly holds up all of it: such steps are then as rare among the simulated as among the others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pipeline.training.messages import Prediction
 from pipeline.training.step_statistics import Rows, busy, makespan, summarize
 
 _WARMUP_STEPS, _PROFILED_STEPS = 2, 20
-_SIMULATED_STEPS, _SIMULATED_ACTIONS = 31, 20_000
+_SIMULATED_STEPS, _SIMULATED_ACTIONS = 40, 20_000
 """How many steps are simulated, and how many actions in all, where that is fewer: training waits meanwhile."""
 
 Kind = tuple[tuple[ActionType, int, int], ...]
@@ -47,8 +48,8 @@ class Profile:
     program: Schedule
     sizes: tuple[int, ...]
     """Samples in each microbatch."""
-    durations: Mapping[Kind, tuple[float, ...]]
-    """All that were measured."""
+    durations: tuple[Mapping[Kind, tuple[float, ...]], ...]
+    """All that were measured, step by step."""
     overhead: tuple[float, ...]
     """By rank: the median time between two actions that nothing keeps apart."""
     latency: Mapping[tuple[int, int], float]
@@ -60,18 +61,15 @@ class Profile:
         """Profile `steps`, each with the rows of all ranks."""
         gaps = [gap for step in steps for gap in _gaps(step, program)]
         latency = _latencies(gaps)
-        durations: dict[Kind, list[float]] = defaultdict(list)
-        for step in steps:
-            for row in step:
-                for event in row:
-                    durations[kind(event.action, sizes)].append(event.end - event.start)
-        frozen = {name: tuple(seconds) for name, seconds in durations.items()}
-        return cls(program, sizes, frozen, _overheads(gaps, latency, program.pp), latency)
+        durations = tuple(_durations(step, sizes) for step in steps)
+        return cls(program, sizes, durations, _overheads(gaps, latency, program.pp), latency)
 
     def simulate(self, steps: int) -> list[Rows]:
         """What `steps` steps with these costs would do, always the same."""
         source = random.Random(0)
-        return [self._without_overhead(simulate(self.program, _Drawn(self, source)).events) for _ in range(steps)]
+        profiled = [self.durations[len(self.durations) * at // steps] for at in range(steps)]
+        drawn = [_Drawn(self, durations, source) for durations in profiled]
+        return [self._without_overhead(simulate(self.program, costs).events) for costs in drawn]
 
     def costs(self) -> dict[str, object]:
         """The medians in the words of the configuration's `costs`, an entry a stage (None: what didn't run)."""
@@ -97,7 +95,8 @@ class Profile:
         for stage in self._stages:
             seconds = [
                 duration
-                for name, durations in self.durations.items()
+                for step in self.durations
+                for name, durations in step.items()
                 if _type(name) is wanted and name[0][1] == stage
                 for duration in durations
             ]
@@ -114,17 +113,18 @@ class Profile:
 class _Drawn:
     """The costs of one simulated step. A rank is kept by an action and by the engine's own time after it."""
 
-    def __init__(self, profile: Profile, source: random.Random) -> None:
+    def __init__(self, profile: Profile, durations: Mapping[Kind, tuple[float, ...]], source: random.Random) -> None:
         self._profile = profile
+        self._durations = durations
         self._source = source
 
     def duration(self, action: Action) -> float:
         """Seconds, as some action of the kind took."""
         profile = self._profile
-        measured = profile.durations.get(kind(action, profile.sizes))
+        measured = self._durations.get(kind(action, profile.sizes))
         if measured is None:  # a forward that runs in pairs alone: its half
             (own,) = kind(action, profile.sizes)
-            pairs = [seconds for name, seconds in profile.durations.items() if name[0] == own]
+            pairs = [seconds for name, seconds in self._durations.items() if name[0] == own]
             measured = tuple(duration / 2 for durations in pairs for duration in durations)
         return self._source.choice(measured) + profile.overhead[profile.program.stage_to_rank[action.stage]]
 
@@ -167,6 +167,14 @@ def predict(
 def kind(action: Action, sizes: Sequence[int]) -> Kind:
     """What `action` costs as much as."""
     return tuple((part.type, part.stage, sizes[part.microbatch]) for part in action.compute)
+
+
+def _durations(step: Rows, sizes: Sequence[int]) -> dict[Kind, tuple[float, ...]]:
+    found: dict[Kind, list[float]] = defaultdict(list)
+    for row in step:
+        for event in row:
+            found[kind(event.action, sizes)].append(event.end - event.start)
+    return {name: tuple(seconds) for name, seconds in found.items()}
 
 
 def _type(name: Kind) -> ActionType:

@@ -75,7 +75,8 @@ def test_costs_are_found_again():
     program = program_of("1f1b")
     step = World(TRUE).step(program)
     profile = Profile.of([step], program, SIZES)
-    assert {(name[0][0].value, *name[0][1:]): median(seconds) for name, seconds in profile.durations.items()} == {
+    (durations,) = profile.durations
+    assert {(name[0][0].value, *name[0][1:]): median(seconds) for name, seconds in durations.items()} == {
         ("F", stage, size): pytest.approx(TRUE.forward[stage] * size) for stage in (0, 1) for size in (1, 2)
     } | {("B", stage, size): pytest.approx(TRUE.backward[stage] * size) for stage in (0, 1) for size in (1, 2)}
     assert profile.latency == pytest.approx({(0, 1): 0.2, (1, 0): 0.2})
@@ -97,6 +98,15 @@ def test_jitter_costs_what_averages_do_not_show():
     average = World(Costs(forward=3.0, backward=6.0, transfer=0.2))
     assert makespan(average.step(program)) < 0.95 * median(seconds[20:])
     assert prediction.step_seconds == pytest.approx(median(seconds[20:]), rel=0.02)
+
+
+def test_a_step_that_the_machine_held_up_does_not_count():
+    """Its durations, mixed into every simulated step, would prolong them all."""
+    program = program_of("1f1b", 4)
+    usual, slow = (World(Costs(forward=cost, backward=2 * cost, transfer=0.2)).step(program) for cost in (1.0, 4.0))
+    steps = [usual, slow, usual, usual, slow]
+    prediction = predict(Profile.of(steps, program, SIZES), range(5), [makespan(s) for s in steps], steps, turns=False)
+    assert prediction.step_seconds == pytest.approx(makespan(usual), rel=0.01)
 
 
 def test_a_prediction_is_always_the_same():
