@@ -13,7 +13,7 @@ from pipeline.training.group import Group
 from pipeline.training.memory import peak_memory_bytes, reset_peak_memory
 from pipeline.training.messages import Finished, Prediction, RankReport
 from pipeline.training.plan import Plan
-from pipeline.training.prediction import Profile, predict, profiled_steps
+from pipeline.training.prediction import Profile, predict, profiled_steps, spread
 from pipeline.training.rank import Rank
 from pipeline.training.replay import replay
 from pipeline.training.step_statistics import Rows, StepStatistics, summarize
@@ -33,12 +33,11 @@ class Measurement:
         ranks: those in this process, ascending.
         group: all ranks.
         batch_size: samples a step.
-        steps: that the run will take.
         shared_memory: several ranks use one memory, so that no rank's peak can be told.
     """
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[Rank], group: Group, *, batch_size: int, steps: int, shared_memory: bool
+        self, plan: Plan, ranks: Sequence[Rank], group: Group, *, batch_size: int, shared_memory: bool
     ) -> None:
         self._plan = plan
         self._ranks = tuple(ranks)
@@ -47,7 +46,6 @@ class Measurement:
         self._shared_memory = shared_memory
         self._clock = SharedClock(group)
         self._actions = plan.program.compute_only().rows
-        self._profiled = profiled_steps(steps)
         self._recorded = 0
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._times: deque[tuple[Times[float], ...]] = deque(maxlen=_KEPT_STEPS)
@@ -77,22 +75,18 @@ class Measurement:
         return last
 
     def prediction(self) -> Prediction | None:
-        """Where rank 0 is: what to expect of the steps to come, once, after the last of those that are profiled.
-
-        Every process must call it after each step.
-        """
-        if self._recorded != self._profiled.stop:
-            return None
-        count = len(self._profiled)
-        steps = self._gather_steps(list(self._times)[-count:])
+        """Where rank 0 is: what the steps so far say of one. Every process must call it."""
+        profiled = profiled_steps(self._recorded, len(self._times))
+        at = [step - self._recorded for step in profiled]
+        steps = self._gather_steps([self._times[index] for index in at])
         if 0 not in self._group.local:
             return None
         profile = Profile.of(steps, self._plan.program, self._plan.microbatch_sizes)
-        return predict(profile, self._profiled, list(self._seconds)[-count:], steps, turns=self._replayed)
+        return predict(profile, profiled, [self._seconds[index] for index in at], steps, turns=self._replayed)
 
     def finish(self, train_loss: float, validation_loss: float | None, seconds: float) -> Finished:
         """The whole run, as all ranks measured it. Every process must call it."""
-        common = summarize(self._gather_steps(_spread(self._times, _GATHERED_STEPS)), self._plan.program)
+        common = summarize(self._gather_steps(spread(self._times, _GATHERED_STEPS)), self._plan.program)
         reports = self._group.gather([self._rank_report(index) for index in range(len(self._ranks))])
         step_seconds = statistics.median(self._seconds)
         return Finished(
@@ -137,9 +131,3 @@ class Measurement:
             peak_activation_bytes_predicted=None if predicted is None else predicted[rank.rank],
             peak_memory_bytes=None if self._shared_memory else peak_memory_bytes(rank.placement.device),
         )
-
-
-def _spread(steps: Sequence[tuple[Times[float], ...]], most: int) -> list[tuple[Times[float], ...]]:
-    """At most so many of `steps`, evenly spread."""
-    count = min(len(steps), most)
-    return [steps[len(steps) * index // count] for index in range(count)]

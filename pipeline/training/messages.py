@@ -54,15 +54,15 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator makes of the costs profiled in the run's first steps. Times are in seconds.
+    """What the simulator makes of the costs profiled in the run. Times are in seconds.
 
-    `steps` are the first and the last that were profiled, counted from 1. `step_seconds` is the time of a whole step,
+    `steps` are those that were profiled, counted from 1. `step_seconds` is the time of a whole step,
     of which `outside_seconds` are spent outside the pipeline: on loading a batch, tied gradients, the norm and the
     optimizer. `idle` and `events` (one row a rank) are those of a typical step, `costs` the medians of what was
     profiled, by the names of the configuration's `costs`, an entry a stage.
     """
 
-    steps: tuple[int, int]
+    steps: tuple[int, ...]
     step_seconds: float
     outside_seconds: float
     bubble: float

@@ -1,7 +1,7 @@
 """How long a step should take by the costs that the run itself shows: the simulator against the run.
 
-Costs are profiled where they count: in the run's first steps, in every rank's process, while all of them work and
-share the machine. An action never takes the same time twice, and a rank that waits for two others waits for the slower
+Costs are profiled where they count: in steps of the run, in every rank's process, while all of them work and share the
+machine. An action never takes the same time twice, and a rank that waits for two others waits for the slower
 one, so simulating averages would promise too much: a step is simulated many times, each time with durations drawn from
 those of one profiled step, and what is predicted is the median, as what is measured is. Drawn from one step, because
 what holds a step up mostly holds up all of it: such steps are then as rare among the simulated as among the others.
@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.idle import outputs, remote_inputs
@@ -23,22 +24,33 @@ from pipeline.schedule.simulate import Event, simulate
 from pipeline.training.messages import Prediction
 from pipeline.training.step_statistics import Rows, busy, makespan, summarize
 
+PREDICTED_AFTER = 22
+"""Steps after which a run is predicted for the first time; it is again at its end."""
+
 _WARMUP_STEPS, _PROFILED_STEPS = 2, 20
 _SIMULATED_STEPS, _SIMULATED_ACTIONS = 40, 20_000
 """How many steps are simulated, and how many actions in all, where that is fewer: training waits meanwhile."""
 
+T = TypeVar("T")
 Kind = tuple[tuple[ActionType, int, int], ...]
 """What costs the same: type, stage and samples of an action, or of a pair's two."""
 
 
-def profiled_steps(steps: int) -> range:
-    """Which steps of a run, counted from 0, its costs are profiled in.
+def profiled_steps(steps: int, kept: int) -> list[int]:
+    """Which steps, counted from 0, costs are profiled in after so many, of which the last `kept` are known.
 
-    Not the first two, which allocate and warm up, and at most half of those that remain, so that there are others to
-    hold the prediction against. A run of one to three steps is predicted from its last.
+    At most twenty, spread evenly, for a machine's speed changes over minutes; never two in a row, so that there are
+    others to hold the prediction against; and not the first two, which allocate and warm up, but in a run of one or two
+    the last.
     """
-    first = min(_WARMUP_STEPS, steps - 1)
-    return range(first, first + max(1, min(_PROFILED_STEPS, (steps - first) // 2)))
+    candidates = range(max(min(_WARMUP_STEPS, steps - 1), steps - kept), steps, 2)
+    return spread(candidates, _PROFILED_STEPS)
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of `items`, evenly spread."""
+    count = min(len(items), most)
+    return [items[len(items) * index // count] for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,7 @@ class _Drawn:
 
 
 def predict(
-    profile: Profile, profiled: range, seconds: Sequence[float], steps: Sequence[Rows], *, turns: bool
+    profile: Profile, profiled: Sequence[int], seconds: Sequence[float], steps: Sequence[Rows], *, turns: bool
 ) -> Prediction:
     """Predict a step.
 
@@ -153,7 +165,7 @@ def predict(
     simulated = profile.simulate(max(1, min(_SIMULATED_STEPS, _SIMULATED_ACTIONS // actions)))
     common = summarize(simulated, profile.program)
     return Prediction(
-        steps=(profiled[0] + 1, profiled[-1] + 1),
+        steps=tuple(step + 1 for step in profiled),
         step_seconds=statistics.median(map(length, simulated)) + outside,
         outside_seconds=outside,
         bubble=common.bubble,

@@ -252,8 +252,8 @@ class Recorder:
             trace.write_trace(spans, measured, self.facts.predicted)
             timeline.draw(figure, measured, self.facts.predicted, title=title)
             return
-        first, last = predicted.steps
-        remark = f"costs of step {first}" if first == last else f"costs of steps {first} to {last}"
+        first, last = predicted.steps[0], predicted.steps[-1]
+        remark = f"costs of step {first}" if first == last else f"costs profiled in steps {first} to {last}"
         idle = idle_table(self._finished.idle if self._finished else (), predicted.idle)
         trace.write_trace(spans, measured, predicted.events, seconds=1.0)
         timeline.draw(figure, measured, predicted.events, title=title, unit="seconds", remark=remark, idle=idle)

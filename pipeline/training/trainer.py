@@ -21,6 +21,7 @@ from pipeline.training.messages import Prediction, StepMetrics, ValidationMetric
 from pipeline.training.optimizer import learning_rate
 from pipeline.training.plan import Plan, split
 from pipeline.training.precision import LossScale
+from pipeline.training.prediction import PREDICTED_AFTER
 from pipeline.training.rank import Rank
 from pipeline.training.settings import Settings
 
@@ -101,7 +102,6 @@ class Trainer:
             self.ranks,
             group,
             batch_size=settings.batch_size,
-            steps=settings.steps,
             shared_memory=shared_memory,
         )
         self._prediction: Prediction | None = None
@@ -126,6 +126,7 @@ class Trainer:
             if settings.validate_every and (last or (step + 1) % settings.validate_every == 0):
                 validation_loss = self.validate(step + 1)
         self._enter(Activity.REPORTING)
+        self._predict()
         finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began)
         if self._reports:
             self._report(finished)
@@ -159,7 +160,8 @@ class Trainer:
         norm, skipped = self._update(step)
         seconds = time.perf_counter() - began
         self._measurement.record(seconds, [result.events for result in results])
-        self._predict()
+        if step + 1 == PREDICTED_AFTER:
+            self._predict()
         return self._log_step(step, results, norm, skipped, seconds) if logged else math.nan
 
     def _predict(self) -> None:

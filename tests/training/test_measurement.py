@@ -52,7 +52,7 @@ def measured_alone(*steps):
     """What a run of one rank ends with, each step given as its duration and its events' times (start, end)."""
     trainer = prepare(settings_to_train("1f1b", 1, 1, 4, 1), linears(2), vector_data(4)).trainer
     group = trainer._group
-    measurement = Measurement(trainer.plan, trainer.ranks, group, batch_size=4, steps=len(steps), shared_memory=False)
+    measurement = Measurement(trainer.plan, trainer.ranks, group, batch_size=4, shared_memory=False)
     bubbles = []
     for seconds, times in steps:
         row = zip(one_f_one_b(1, 1).rows[0], times, strict=True)
@@ -79,24 +79,25 @@ def test_a_rank_alone_in_its_process_is_measured_as_it_is():
     assert finished.ranks[0].peak_memory_bytes > 0
 
 
-def test_a_prediction_comes_once_and_of_the_steps_it_names():
-    run = train(settings_to_train("1f1b", 2, 4, 8, 6), small_gpt(), text_data(8))
-    (prediction,) = run.of(Prediction)
-    assert prediction.steps == (3, 4)
-    assert run.messages.index(prediction) < run.messages.index(run.of(StepMetrics)[4])
-    assert [message.step_seconds_predicted is None for message in run.of(StepMetrics)] == [True] * 3 + [False] * 3
+def test_a_prediction_comes_in_the_run_and_at_its_end(monkeypatch):
+    monkeypatch.setattr("pipeline.training.trainer.PREDICTED_AFTER", 4)
+    run = train(settings_to_train("1f1b", 2, 4, 8, 7), small_gpt(), text_data(8))
+    early, final = run.of(Prediction)
+    assert (early.steps, final.steps) == ((3,), (3, 5, 7))
+    assert run.messages.index(early) < run.messages.index(run.of(StepMetrics)[3])
+    assert [message.step_seconds_predicted is None for message in run.of(StepMetrics)] == [True] * 3 + [False] * 4
     # ranks that take turns: a step is all of their work, and what is outside
     work = sum(event.end - event.start for row in run.finished.events for event in row)
-    assert prediction.step_seconds > 0.5 * work
-    assert prediction.outside_seconds > 0
-    assert [len(row) for row in prediction.events] == [8, 8]
+    assert final.step_seconds > 0.5 * work
+    assert final.outside_seconds > 0
+    assert [len(row) for row in final.events] == [8, 8]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_short_run_is_predicted_from_its_last_step(steps):
     run = train(settings_to_train("zb_h1", 2, 4, 8, steps), linears(4), vector_data(8))
     (prediction,) = run.of(Prediction)
-    assert prediction.steps == (steps, steps)
+    assert prediction.steps == (steps,)
     assert 0 < prediction.step_seconds < 60
 
 

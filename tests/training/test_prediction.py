@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -68,7 +69,7 @@ def test_the_profile_of_a_run_predicts_it(schedule, checkpoint, pp):
     assert prediction.outside_seconds == pytest.approx(3.0)
     assert prediction.step_seconds == pytest.approx(makespan(step) + 3.0, rel=0.01)
     assert prediction.bubble == pytest.approx(bubbles(step, pp)[0], abs=0.01)
-    assert prediction.steps == (3, 3)
+    assert prediction.steps == (3,)
 
 
 def test_costs_are_found_again():
@@ -142,9 +143,23 @@ def test_of_a_single_rank_there_is_no_message():
 
 
 @pytest.mark.parametrize(
-    ("steps", "profiled"),
-    [(1, (1, 1)), (2, (2, 2)), (3, (3, 3)), (4, (3, 3)), (6, (3, 4)), (60, (3, 22)), (100_000, (3, 22))],
+    ("steps", "kept", "profiled"),
+    [
+        (1, 1, [0]),
+        (2, 2, [1]),
+        (3, 3, [2]),
+        (4, 4, [2]),
+        (7, 7, [2, 4, 6]),
+        (1000, 4, [996, 998]),
+    ],
 )
-def test_the_first_steps_warm_up_and_others_remain_to_compare_with(steps, profiled):
-    found = profiled_steps(steps)
-    assert (found[0] + 1, found[-1] + 1) == profiled
+def test_profiled_steps_leave_out_the_warmup_and_every_other_step(steps, kept, profiled):
+    assert profiled_steps(steps, kept) == profiled
+
+
+def test_profiled_steps_are_spread_over_a_long_run():
+    found = profiled_steps(300, 300)
+    assert len(found) == 20
+    assert found[0] == 2
+    assert 280 < found[-1] < 300
+    assert all(later - earlier in (14, 16) for earlier, later in pairwise(found))

@@ -34,7 +34,7 @@ FACTS = RunFacts(
 RANKS = (RankReport(0, (0,), 600, 2048, 1 << 20, 2040), RankReport(1, (1,), 400, 1024, None))
 IDLE = (Idle(tail=0.25), Idle(warmup=0.125, dependency=0.125))
 FINISHED = Finished(1.5, 2.5, 64.0, 0.5, 0.25, "measured", RANKS, EVENTS, 12.0, 0.125, IDLE)
-PREDICTION = Prediction((3, 12), 0.45, 0.05, 0.2, 0.1, (Idle(), Idle(warmup=0.5)), EVENTS, {"forward": [0.1, 0.2]})
+PREDICTION = Prediction((3, 5, 12), 0.45, 0.05, 0.2, 0.1, (Idle(), Idle(warmup=0.5)), EVENTS, {"forward": [0.1, 0.2]})
 FIELDS = (
     "status, schedule, model, pp, microbatches, batch_size, steps, train_loss, validation_loss, samples_per_second, "
     "step_seconds, bubble_predicted, bubble_measured, bubble_source, parameters, ranks, bubble_span_predicted, "
@@ -178,7 +178,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     assert (summary["step_seconds"], summary["step_seconds_predicted"]) == (0.5, 0.45)
     assert (summary["bubble_span_measured"], summary["bubble_span_predicted"]) == (0.125, 0.1)
     assert summary["profiled"] == {
-        "steps": [3, 12],
+        "steps": [3, 5, 12],
         "outside_seconds": 0.05,
         "bubble_makespan": 0.2,
         "costs": {"forward": [0.1, 0.2]},
@@ -208,7 +208,7 @@ def test_the_picture_shows_the_prediction_from_the_runs_own_costs(
     nominal, profiled = drawn
     assert "unit" not in nominal
     assert profiled["unit"] == "seconds"
-    assert profiled["remark"] == "costs of steps 3 to 12"
+    assert profiled["remark"] == "costs profiled in steps 3 to 12"
     assert profiled["idle"].rows[1][1] == "250 / 500"
     spans = json.loads((tmp_path / "False" / "run" / "timeline.json").read_text())["traceEvents"]
     lengths = [max(e["ts"] + e["dur"] for e in spans if e["ph"] == "X" and e["pid"] == pid) for pid in (0, 1)]
