@@ -17,6 +17,7 @@ from pipeline.engine.standing import Activity, Board, Marker, SharedBoard
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
 from pipeline.training.agreement import check_same_plan
+from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.devices import Devices
 from pipeline.training.failures import RankFailure
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
@@ -203,6 +204,7 @@ def _train_in_process(job: Job, board: Board, report: Report) -> None:
 def _train_ranks(
     job: Job, markers: Mapping[int, Marker], device: torch.device, transport: Transport, group: Group, report: Report
 ) -> None:
+    keep_freed_memory()
     settings, model = job.settings, job.build_model()
     placement = place(settings, device)
     stages = ", ".join(map(str, sorted(stage for number in markers for stage in job.plan.schedule.stages_of(number))))

@@ -14,6 +14,7 @@ from torch import nn
 
 from pipeline.engine.transport import Transport
 from pipeline.training import rendezvous
+from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.group import DistributedGroup
 from pipeline.training.memory import peak_memory_bytes, reset_peak_memory
 from pipeline.training.plan import Plan
@@ -123,6 +124,7 @@ def _use_libraries() -> None:
 
 def _join() -> int:
     torch.set_num_threads(1)
+    keep_freed_memory()  # for all alike
     rendezvous.join(TIMEOUT)
     return rendezvous.rank()
 
