@@ -109,8 +109,12 @@ class Executor:
         self._device = next(iter(stages.values())).placement.device
         self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
         self._split = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.W}
-        for stage in {stage for stage, _ in self._split}:
-            stages[stage].split_backward()
+        split = {stage for stage, _ in self._split}
+        for index, stage in stages.items():
+            if index in split:
+                stage.split_backward()
+            elif not schedule.forward_only:
+                stage.whole_backward()
         self._handlers = {
             ActionType.F: self._evaluate if schedule.forward_only else self._forward,
             ActionType.R: self._recompute,

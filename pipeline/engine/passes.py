@@ -105,7 +105,7 @@ class _Section:
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         if self._root is None or gradient is None:
             return None
-        with self._owner.stage.deferring(self._owner.weights):
+        with self._owner.stage.in_backward(self._owner.weights):
             torch.autograd.backward(self._root, gradient)
         return self.inputs.grad
 

@@ -16,8 +16,8 @@ from pipeline.engine.materialize import MakeLayer, materialize, named_tensors
 from pipeline.engine.model import Layer, Model
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
 from pipeline.engine.segments import Recomputed, whole
-from pipeline.engine.split_modules import split_weight_gradients
-from pipeline.engine.weight_gradient import Deferral, WeightGradients
+from pipeline.engine.split_modules import add_at_once, split_weight_gradients
+from pipeline.engine.weight_gradient import AddedAtOnce, Deferral, WeightGradients
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Stage:
         self.segments = (recomputed or Recomputed()).segments(len(self.layers))
         self._calls = tuple(self._call(module) for module in self.modules)
         self._deferral: Deferral | None = None
+        self._at_once: AddedAtOnce | None = None
         self._seeds = tuple(name_seed(placement.seed, layer.name) for layer in layers) if model.stochastic else ()
 
     def _call(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -113,6 +114,13 @@ class Stage:
             for module in self.modules:
                 split_weight_gradients(module, self._deferral)
 
+    def whole_backward(self) -> None:
+        """Prepare for backwards in one part."""
+        if self._deferral is None and self._at_once is None and self.placement.compiler is None:
+            self._at_once = AddedAtOnce()
+            for module in self.modules:
+                add_at_once(module, self._at_once)
+
     @contextmanager
     def deferring(self, weights: WeightGradients | None) -> Iterator[None]:
         """While open, forwards prepare to leave the weights' gradients in `weights`, and compiled backwards do so."""
@@ -124,6 +132,19 @@ class Stage:
             yield
         finally:
             self._deferral.store = None
+
+    @contextmanager
+    def in_backward(self, weights: WeightGradients | None) -> Iterator[None]:
+        """While open, the engine's own backward runs."""
+        if self._at_once is None:
+            with self.deferring(weights):
+                yield
+            return
+        self._at_once.taken = True
+        try:
+            yield
+        finally:
+            self._at_once.taken = False
 
     def train(self, mode: bool) -> None:
         """Switch every layer between training and evaluation."""

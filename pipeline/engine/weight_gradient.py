@@ -25,6 +25,9 @@ class WeightGradients:
 
     def __init__(self, hold: Callable[[Tensor], object] | None = None) -> None:
         self._hold = hold
+        self.taken = True
+        """Whether gradients that come up now belong here. Outside the engine's own backward, such as for a force that a
+        model computes as a gradient within its forward, every gradient goes where autograd sends it."""
         self._pending: list[tuple[Callable[[], None], list[object] | None]] = []
 
     def defer(self, compute: Callable[[], None], *kept: Tensor) -> None:
@@ -37,6 +40,19 @@ class WeightGradients:
         with torch.no_grad():
             while self._pending:
                 self._pending.pop()[0]()
+
+
+class AddedAtOnce(WeightGradients):
+    """Of a whole backward: leaves nothing, every gradient is added where it comes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = False
+
+    def defer(self, compute: Callable[[], None], *kept: Tensor) -> None:
+        """Run `compute` now."""
+        with torch.no_grad():
+            compute()
 
 
 @dataclass

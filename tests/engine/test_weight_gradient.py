@@ -15,8 +15,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.engine.split_modules import split_weight_gradients
-from pipeline.engine.weight_gradient import Deferral, WeightGradients
+from pipeline.engine import split_modules
+from pipeline.engine.split_modules import add_at_once, split_weight_gradients
+from pipeline.engine.weight_gradient import AddedAtOnce, Deferral, WeightGradients
 
 
 class Twice(nn.Module):
@@ -464,3 +465,75 @@ def test_what_waits_for_w_does_not_hold_the_stage_input():
     assert reference() is None
     deferral.store.apply()
     assert model[1].weight.grad is not None
+
+
+# Added at once, in a whole backward
+
+
+@pytest.fixture
+def all_large(monkeypatch):
+    """Small Linears count as large."""
+    monkeypatch.setattr(split_modules, "LARGE", 1)
+
+
+class Force(nn.Module):
+    """A gradient within the forward, as where forces come from an energy: it is differentiated twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.requires_grad_()
+        energy = self.second(torch.tanh(self.first(x))).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def with_gradients(module: nn.Module, at_once: AddedAtOnce | None, batches: list[Tensor]) -> list[Tensor]:
+    """What the engine's backward leaves after these microbatches."""
+    for x in batches:
+        output = module(x.clone().requires_grad_(x.dtype != torch.int64))
+        if at_once is not None:
+            at_once.taken = True
+        output.abs().square().sum().backward()
+        if at_once is not None:
+            at_once.taken = False
+    return [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.usefixtures("all_large")
+@pytest.mark.parametrize("name", [*CASES, "a force"])
+def test_added_at_once_equals_autograd(name: str):
+    build, make_inputs = (Force, vectors) if name == "a force" else CASES[name]
+    torch.manual_seed(0)
+    whole = _in_double(build())
+    torch.manual_seed(0)
+    module, at_once = _in_double(build()), AddedAtOnce()
+    add_at_once(module, at_once)
+    batches = [make_inputs() for _ in range(3)]
+    found, expected = with_gradients(module, at_once, batches), with_gradients(whole, None, batches)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.usefixtures("all_large")
+def test_a_weight_is_added_to_within_its_product():
+    module, at_once = nn.Linear(6, 4).double(), AddedAtOnce()
+    add_at_once(module, at_once)
+    with_gradients(module, at_once, [vectors()])
+    total = module.weight.grad
+    products: list[Tensor] = []
+    module.weight.register_hook(products.append)  # from now on autograd gives it
+    with_gradients(module, at_once, [vectors()])
+    assert len(products) == 1
+    assert module.weight.grad is total
+
+
+def test_small_weights_and_autocast_are_left_to_autograd():
+    small, large, at_once = nn.Linear(6, 4), nn.Linear(512, 512), AddedAtOnce()
+    for module in (small, large):
+        add_at_once(module, at_once)
+    assert "forward" not in vars(small)
+    assert large(torch.ones(1, 512)).grad_fn.name() == "_LinearBackward"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert large(torch.ones(1, 512)).grad_fn.name() == "AddmmBackward0"
