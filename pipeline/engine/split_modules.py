@@ -56,14 +56,15 @@ def _forward_at_once(
     cast = torch.is_autocast_enabled(input.device.type)
     if cast or not torch.is_grad_enabled() or not _wait(module._parameters, names):
         return own(input)
-    return _linear(module, input, at_once, own)
+    return _linear(module, at_once, own, input)
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, parameter in module._parameters.items() if parameter is not None)
 
 
-_Split = Callable[[Any, Tensor, WeightGradients, Callable[..., Tensor]], Tensor]
+_Split = Callable[..., Tensor]
+"""Called with the module, the store, the module's own forward, and what the forward takes (mostly `input`)."""
 
 
 def _split_forward(module: Any) -> _Split | None:
@@ -92,12 +93,13 @@ def _forward(
     module: nn.Module,
     names: Sequence[str],
     deferral: Deferral,
-    input: Tensor,  # the name that all these modules give it
+    *inputs: Any,
+    **more: Any,
 ) -> Tensor:
     store = deferral.store
     if store is None or not torch.is_grad_enabled() or not _wait(module._parameters, names):
-        return own(input)
-    return split(module, input, store, own)
+        return own(*inputs, **more)
+    return split(module, store, own, *inputs, **more)
 
 
 def _wait(parameters: dict[str, nn.Parameter | None], names: Sequence[str]) -> bool:
@@ -129,10 +131,10 @@ def _operands(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
 # `inputs` needs none. What F saved is detached for W, which would otherwise hold on to the graph.
 
 
-def _linear(module: nn.Linear, inputs: Tensor, store: WeightGradients, own: Callable[..., Tensor]) -> Tensor:
+def _linear(module: nn.Linear, store: WeightGradients, own: Callable[..., Tensor], input: Tensor) -> Tensor:
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     assert weight is not None
-    inputs, *operands = _operands(inputs, weight, bias)
+    inputs, *operands = _operands(input, weight, bias)
     output: Tensor = _Linear.apply(inputs, weight, bias, (*operands, store))
     return output
 
@@ -189,13 +191,13 @@ def _add_linear(weight: Tensor, bias: Tensor | None, rows: Tensor, gradient: Ten
         _add(bias, gradient.sum(0))
 
 
-def _conv2d(module: nn.Conv2d, inputs: Tensor, store: WeightGradients, own: Callable[..., Tensor]) -> Tensor:
+def _conv2d(module: nn.Conv2d, store: WeightGradients, own: Callable[..., Tensor], input: Tensor) -> Tensor:
     padding: Sequence[int] | str = module.padding
     if module.padding_mode != "zeros" or isinstance(padding, str):
-        inputs, padding = _padded(module, inputs), (0, 0)
-    if inputs.dim() != 4:  # a lone image, which convolution_backward doesn't take
-        return _convolved(module, inputs.unsqueeze(0), padding, store).squeeze(0)
-    return _convolved(module, inputs, padding, store)
+        input, padding = _padded(module, input), (0, 0)
+    if input.dim() != 4:  # a lone image, which convolution_backward doesn't take
+        return _convolved(module, input.unsqueeze(0), padding, store).squeeze(0)
+    return _convolved(module, input, padding, store)
 
 
 def _padded(module: nn.Conv2d, inputs: Tensor) -> Tensor:
@@ -265,8 +267,8 @@ def _convolution_backward(
 _aten_convolution_backward = torch.ops.aten.convolution_backward.default  # found once: the look-up costs as much again
 
 
-def _embedding(module: nn.Embedding, inputs: Tensor, store: WeightGradients, own: Callable[..., Tensor]) -> Tensor:
-    output: Tensor = _Embedding.apply(inputs, module.weight, (module, store))
+def _embedding(module: nn.Embedding, store: WeightGradients, own: Callable[..., Tensor], input: Tensor) -> Tensor:
+    output: Tensor = _Embedding.apply(input, module.weight, (module, store))
     return output
 
 
@@ -294,13 +296,15 @@ def _add_embedding(weight: Tensor, module: nn.Embedding, indices: Tensor, gradie
 # Normalizations: the gradient falls out of I, and is added in W
 
 
-def _normalization(module: nn.Module, inputs: Tensor, store: WeightGradients, own: Callable[..., Tensor]) -> Tensor:
+def _normalization(
+    module: nn.Module, store: WeightGradients, own: Callable[..., Tensor], *inputs: Any, **more: Any
+) -> Tensor:
     parameters = module._parameters
     real = {name: p for name, p in parameters.items() if p is not None and p.requires_grad}
     standing_in = {name: parameter.detach().requires_grad_() for name, parameter in real.items()}
     parameters.update(standing_in)  # type: ignore[arg-type]
     try:
-        output = own(inputs)
+        output = own(*inputs, **more)
     finally:
         parameters.update(real)
     store.defer(partial(_move_gradients, tuple(standing_in.values()), tuple(real.values())))

@@ -35,8 +35,7 @@ class WeightGradients:
         self._pending.append((compute, [self._hold(tensor) for tensor in kept] if self._hold else None))
 
     def apply(self) -> None:
-        """Add every deferred gradient, the last layer's first, freeing what each needed."""
-        self._pending.reverse()
+        """Add every deferred gradient, freeing what each needed; the first layer's first, for I left that last."""
         with torch.no_grad():
             while self._pending:
                 self._pending.pop()[0]()

@@ -80,6 +80,26 @@ class ChannelsLast(nn.LayerNorm):
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class Conditioned(nn.LayerNorm):
+    """A norm with a second input, as diffusion models have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.shift = nn.Linear(width, width)
+
+    def forward(self, input: Tensor, condition: Tensor) -> Tensor:
+        return super().forward(input) + self.shift(condition)
+
+
+class Conditioning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Conditioned(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, condition=x.mean(1, keepdim=True))
+
+
 class ByHand(nn.Module):
     """A Linear whose parameters are used without calling it."""
 
@@ -202,6 +222,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a subclass with the forward it inherits": (lambda: Named(6, 4), vectors),
     "an override for one convolution": (lambda: Standardized(4, 6, 3), maps),
     "a norm in a shape of its own": (lambda: ChannelsLast(4), maps),
+    "a norm with a second input": (Conditioning, vectors),
     "a weight used by hand": (ByHand, vectors),
     "attention's out_proj, used by hand": (lambda: SelfAttention(6), vectors),
     "called by keyword": (ByKeyword, vectors),
@@ -236,6 +257,7 @@ def _in_double(module: nn.Module) -> nn.Module:
     return module if any(parameter.is_complex() for parameter in module.parameters()) else module.double()
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("name", CASES)
 def test_split_equals_whole(name: str):
     torch.manual_seed(0)
@@ -272,6 +294,7 @@ WAITING = [
     "a module called twice",
     "a subclass with the forward it inherits",
     "a norm in a shape of its own",
+    "a norm with a second input",
     "called by keyword",
     "overwritten outputs",
 ]
