@@ -103,13 +103,13 @@ def test_every_schedule(case, schedule, checkpoint):
     assert measured == predicted
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("schedule", KINDS)
 @pytest.mark.parametrize(
     "case", [GPT_BF16, GPT_PURE, DROPOUT, RESNET_BF16], ids=lambda case: f"{case.name} {case.precision}"
 )
-def test_precisions_and_dropout(case, schedule, checkpoint):
-    measured, predicted = measured_and_predicted(case, plan_of(case, schedule, checkpoint))
+def test_precisions_and_dropout(case, schedule):
+    """In a mode that has both kinds of passes, kept and recomputed."""
+    measured, predicted = measured_and_predicted(case, plan_of(case, schedule, "except_last"))
     assert measured == predicted
 
 
@@ -122,7 +122,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
-@pytest.mark.parametrize("case", [GPT, GPT_BF16, RESNET], ids=lambda case: f"{case.name} {case.precision}")
+@pytest.mark.parametrize("case", [GPT, RESNET], ids=lambda case: case.name)
 def test_recomputed_parts(case, schedule, part):
     """An R that keeps costly outputs peaks a little lower before I than before B: the prediction takes the higher."""
     chosen = ActivationCheckpointSettings("selective", **PARTS[part])
