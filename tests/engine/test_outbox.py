@@ -65,7 +65,7 @@ def test_a_send_that_cannot_start_is_told_at_the_end():
         raise RuntimeError("[here.cc:1] no such peer\nand more")
 
     outbox.add_when(lambda: None, fail, "a message to rank 1")
-    with pytest.raises(PeerError, match="^a message to rank 1 was not sent: no such peer$"):
+    with pytest.raises(PeerError, match=r"^a message to rank 1 was not sent: no such peer$"):
         outbox.drain()
 
 
