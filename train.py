@@ -56,18 +56,20 @@ def prepare(config: schema.Config) -> Job:
     from pipeline.training.job import Job, check_launch
     from pipeline.training.measured_costs import measure
     from pipeline.training.plan import make_plan
-    from pipeline.training.predicted_bytes import with_predicted_bytes
+    from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
     from pipeline.training.schedule_choice import write_schedule
 
     check_launch(config)
     build_model, build_data = config.builders()
     model, data, devices = build_model(), build_data(), choose_devices(config)
-    measured = config.costs.source == "profile"
-    found = measure(config, model, data, devices, write_schedule(config).stages) if measured else (None, None)
-    inputs = data.train.inputs(0)
-    plan = make_plan(config, model, TensorSpec.of(inputs), devices.of(0), *found)
+    device, stages = devices.of(0), write_schedule(config).stages
+    inputs, targets = data.train.inputs(0), data.train.targets(0)
+    costs, footprint = None, footprint_for_a_limit(config, model, inputs, targets, device, stages)
+    if config.costs.source == "profile":
+        costs, footprint = measure(config, model, data, devices, stages)
+    plan = make_plan(config, model, TensorSpec.of(inputs), device, costs, footprint)
     plan.check_targets(data.classes)
-    plan = with_predicted_bytes(plan, config, model, inputs, data.train.targets(0), devices.of(0))
+    plan = with_predicted_bytes(plan, config, model, inputs, targets, device)
     if schema.is_recording_rank():
         warn_of_slow_choices(config, devices)
     return Job(config, plan, devices, build_model, build_data, config.data.validation_batches)
@@ -84,14 +86,13 @@ def make_recorder(config: schema.Config, job: Job, values: dict[str, object], di
 
     hydra_config = HydraConfig.get()
     choices = dict(hydra_config.runtime.choices)
-    model = choices["model"]
     values["choices"] = {group: option for group, option in choices.items() if not group.startswith("hydra/")}
     sinks: list[Sink] = [ProgressLine()]
     if (logger := config.logger).name == "wandb":
         group = logger.group or (Path(hydra_config.sweep.dir).name if hydra_config.mode is RunMode.MULTIRUN else None)
         sinks.append(WandbLogger(project=logger.project, mode=logger.mode, group=group, tags=logger.tags))
-    print_plan(job.plan, model, Console())
-    return Recorder(directory, job.facts(model, values, tokens=config.data.kind == "text"), sinks)
+    print_plan(job.plan, choices["model"], Console())
+    return Recorder(directory, job.facts(choices["model"], values, tokens=config.data.kind == "text"), sinks)
 
 
 if __name__ == "__main__":

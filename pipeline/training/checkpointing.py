@@ -51,8 +51,8 @@ def _by_bytes(chosen: ActivationCheckpointSettings, footprint: Footprint | None)
         raise ValueError(f"{_given(chosen)} is not a size: use one such as 2GiB, 500MB or 1000000")
     if footprint is None:
         raise ValueError(
-            f"{_given(chosen)} needs the bytes that a microbatch takes: state costs.activation_bytes=..., or measure "
-            "them, costs.source=profile"
+            f"{_given(chosen)} needs the bytes that a microbatch takes: state them, costs.activation_bytes=..., or "
+            "limit their number, activation_checkpoint.keep_microbatches=..."
         )
     return Window(limit, footprint)
 

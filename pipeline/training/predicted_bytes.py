@@ -14,8 +14,9 @@ from pipeline.engine.model import Model
 from pipeline.engine.segments import Recomputed
 from pipeline.engine.stage import Placement
 from pipeline.schedule.memory import Footprint, peak_activation_bytes
+from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.placement import place
-from pipeline.training.plan import Plan, split
+from pipeline.training.plan import Plan, cut, layer_sizes, microbatch_sizes, split
 from pipeline.training.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,23 @@ def with_predicted_bytes(
         return plan
     peaks = peak_activation_bytes(plan.program, footprints)
     return replace(plan, peak_activation_bytes=tuple(map(int, peaks)))
+
+
+def footprint_for_a_limit(
+    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device, stages: int
+) -> Footprint | None:
+    """What the largest microbatch takes at each stage, where checkpointing has a limit in bytes to keep; else None.
+
+    Args:
+        inputs, targets: one whole batch; its numbers don't matter.
+        stages: that the model is cut into.
+    """
+    if settings.activation_checkpoint.memory_limit is None:
+        return None
+    size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
+    counts, part = cut(settings, layer_sizes(model), stages), recomputed_part(settings.activation_checkpoint)
+    found = footprints_of(model, counts, place(settings, device), [inputs[:size]], [targets[:size]], part)
+    return found[0] if found else None
 
 
 def footprints_of(

@@ -63,7 +63,7 @@ def test_bytes():
         (("window", None, None, None, "a lot"), "activation_checkpoint.memory_limit=a lot is not a size: use one such"),
         (
             ("window", None, None, None, "2GiB"),
-            "memory_limit=2GiB needs the bytes that a microbatch takes: state costs.",
+            "memory_limit=2GiB needs the bytes that a microbatch takes: state them, costs.",
         ),
     ],
 )

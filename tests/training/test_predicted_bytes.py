@@ -5,9 +5,14 @@ import logging
 import pytest
 
 from models.loss import CrossEntropy
-from pipeline.training.predicted_bytes import with_predicted_bytes
+from pipeline.engine.boundary import TensorSpec
+from pipeline.schedule.actions import ActionType
+from pipeline.training.plan import make_plan
+from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
+from pipeline.training.schedule_choice import write_schedule
+from pipeline.training.settings import ActivationCheckpointSettings
 from tests.engine.harness import CPU
-from tests.engine.samples import chain, small_gpt
+from tests.engine.samples import chain, small_gpt, text
 from tests.engine.test_executor import LINEAR
 from tests.training.harness import prepare, settings_to_train, text_data, vector_data
 
@@ -44,3 +49,26 @@ def test_without_a_prediction_a_run_goes_on(caplog):
     assert None not in measured
     (warning,) = caplog.messages
     assert "activation bytes are not predicted" in warning
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
+def test_a_window_with_a_limit_in_bytes_is_kept(schedule):
+    """Half of what it takes to keep everything; what a run holds is what is predicted (above)."""
+    model, (inputs, targets) = small_gpt(), text(8)
+
+    def planned(**checkpointing):
+        settings = settings_to_train(schedule, 2, 8, 8, 1)
+        settings.activation_checkpoint = ActivationCheckpointSettings(**checkpointing)
+        stages = write_schedule(settings).stages
+        footprint = footprint_for_a_limit(settings, model, inputs, targets, CPU, stages)
+        plan = make_plan(settings, model, TensorSpec.of(inputs), CPU, footprint=footprint)
+        return with_predicted_bytes(plan, settings, model, inputs, targets, CPU)
+
+    free, tight = planned(), planned(name="always")
+    limit = (max(free.peak_activation_bytes) + max(tight.peak_activation_bytes)) // 2
+    windowed = planned(name="window", memory_limit=limit)
+    assert max(windowed.peak_activation_bytes) <= limit
+    recomputations = [
+        sum(action.type is ActionType.R for row in plan.program.rows for action in row) for plan in (windowed, tight)
+    ]
+    assert 0 < recomputations[0] < recomputations[1]
