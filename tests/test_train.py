@@ -42,8 +42,18 @@ SUMMARY = [
         "bubble_source",
         "parameters",
         "ranks",
+        "step_seconds_predicted",
+        "bubble_span_predicted",
+        "bubble_span_measured",
+        "idle",
+        "profiled",
     ),
 ]
+MEASURED = {
+    *("samples_per_second", "step_seconds", "step_seconds_predicted", "bubble_measured", "ranks", "idle", "profiled"),
+    *("bubble_span_measured", "bubble_span_predicted"),
+}
+"""What no two runs have in common."""
 PNG = b"\x89PNG\r\n\x1a\n"
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -121,6 +131,13 @@ def test_the_summary_has_every_field_with_a_sensible_value(default: Ran) -> None
     assert summary["bubble_predicted"] == pytest.approx(1 / 5)
     assert 0 < summary["bubble_measured"] < 1
     assert summary["bubble_source"] == "measured"
+    assert 0 < summary["bubble_span_measured"] < 1
+    assert 0 < summary["bubble_span_predicted"] < 1
+    assert summary["step_seconds_predicted"] > 0
+    assert summary["profiled"]["steps"] == [3]
+    for row in summary["idle"]:
+        assert sum(row["measured"].values()) > 0
+        assert sum(row["predicted"].values()) > 0
     assert summary["samples_per_second"] == pytest.approx(4 / summary["step_seconds"])
     assert [(rank["rank"], rank["stages"]) for rank in summary["ranks"]] == [(0, [0]), (1, [1])]
     tied = 256 * 32
@@ -163,7 +180,7 @@ def test_torchrun_gives_the_same_run_in_one_directory(default: Ran, tmp_path: Pa
     assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", str(directory.relative_to(tmp_path / "outputs")))
     ran = dataclasses.replace(ran, directory=directory)
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "outputs"}
-    same = [name for name in SUMMARY if name not in ("samples_per_second", "step_seconds", "bubble_measured", "ranks")]
+    same = [name for name in SUMMARY if name not in MEASURED]
     assert {name: ran.summary[name] for name in same} == {name: default.summary[name] for name in same}
     log = ran.file("train.log").read_text()
     assert "[rank 0][" in log

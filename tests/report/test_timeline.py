@@ -12,11 +12,12 @@ import pytest
 from matplotlib.image import imread
 
 from pipeline.report import timeline
+from pipeline.report.idle_text import idle_table
 from pipeline.report.looks import IDLE, LOOKS, MESSAGES
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.library import write
 from pipeline.schedule.lowering import lower
-from pipeline.schedule.simulate import Costs, Event, Simulation, nominal_costs, simulate
+from pipeline.schedule.simulate import Costs, Event, Idle, Simulation, nominal_costs, simulate
 
 PREDICTED = simulate(write("1f1b", 2, 4), nominal_costs(1)).events
 # The same step measured: 10 ms a unit, on a clock that has been running for long, forwards a bit slow.
@@ -254,3 +255,16 @@ def test_bars_of_one_width_are_all_labeled_or_none(tmp_path: Path, monkeypatch: 
     """Where 123 does not fit, 7 is not shown either: a reader would take it for the only one there."""
     rows = [[event(0, f"0F{at}", at, at + 1) for at in range(400)]]
     assert not {str(at) for at in range(400)} & set(texts(monkeypatch, tmp_path, (), rows))
+
+
+def test_a_prediction_in_seconds_keeps_its_length_and_idle_times_stand_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiled = simulate(write("1f1b", 2, 4), Costs(forward=0.016, backward=0.022)).events
+    idle = idle_table([Idle(tail=0.05)], [Idle(tail=0.04)])
+    options = {"unit": "seconds", "remark": "costs profiled in steps 3 to 9", "idle": idle}
+    seen = texts(monkeypatch, tmp_path, MEASURED, profiled, **options)
+    assert "Measured: one step, 180.0 ms" in seen
+    assert "Predicted: one step, 190.0 ms (costs profiled in steps 3 to 9)" in seen
+    assert "Idle time in ms, measured / predicted" in seen
+    assert seen.count("50.0 / 40.0") == 2, "in all, and as tail"

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.schedule.idle import Idle
 from pipeline.training import wandb_logger
 from pipeline.training.messages import StepMetrics, ValidationMetrics
 from pipeline.training.recorder import RunFacts
@@ -301,3 +302,30 @@ def test_where_a_key_is_looked_for(
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"logger.mode=onlin is unknown: use auto, online, offline or disabled"):
         WandbLogger(mode="onlin")
+
+
+def test_idle_times_have_a_name_for_each_cause_and_rank() -> None:
+    measured, predicted = {"warmup": 0.5, "tail": 0.25}, {"warmup": 0.4, "tail": 0.2}
+    rows = [
+        {"rank": 0, "measured": measured, "predicted": None},
+        {"rank": 1, "measured": measured, "predicted": predicted},
+    ]
+    assert wandb_logger._idle(rows) == {
+        "idle/warmup/rank_0": 0.5,
+        "idle/tail/rank_0": 0.25,
+        "idle/warmup/rank_1": 0.5,
+        "idle/tail/rank_1": 0.25,
+        "idle_predicted/warmup/rank_1": 0.4,
+        "idle_predicted/tail/rank_1": 0.2,
+    }
+
+
+def test_a_step_logs_its_idle_times_and_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: dict[str, object] = {}
+    logger = WandbLogger(mode="disabled")
+    monkeypatch.setattr(logger, "_log", lambda step, values: logged.update(values))
+    more = {"bubble_span_measured": 0.2, "step_seconds_predicted": 0.6, "bubble_span_predicted": 0.1}
+    logger.log_step(StepMetrics(1, 2.0, 1.0, 1e-3, 0.5, 64.0, idle=(Idle(tail=0.125),), **more))
+    assert {name: logged[name] for name in more} == more
+    assert logged["idle/tail/rank_0"] == 0.125
+    assert logged["idle/communication/rank_0"] == 0.0
