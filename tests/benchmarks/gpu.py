@@ -7,8 +7,8 @@ Without a GPU it prints one line and ends. A GPT under bf16 autocast, pp=4, besi
     error         the largest difference from the plain loop, in terms of the largest entry of each gradient
     slowdown      our step / the plain loop's, both with the GPU to themselves: the engine's part of a real step
     measured_mb   most bytes of activations that a rank held (counted by what autograd saves)
-    predicted_mb  the simulator's, from the profiled stages; memory_ratio is measured / predicted, of the rank where
-                  that is furthest from 1
+    predicted_mb  what the plan predicts from the order of the rows; memory_ratio is measured / predicted, of the rank
+                  where that is furthest from 1
     allocated_mb  what the GPU's allocator saw, all ranks together and workspaces included
 
 Then the same of compiled layers, with the seconds until the code was there, and microseconds an action with empty
@@ -26,12 +26,11 @@ import torch
 
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.executor import run
-from pipeline.engine.profile import profile_stages
+from pipeline.engine.footprint import measure_footprint
 from pipeline.engine.stage import Placement
 from pipeline.engine.transport import InProcessTransport
 from pipeline.schedule.library import SCHEDULES
-from pipeline.schedule.simulate import simulate
-from pipeline.training.measured_costs import to_costs
+from pipeline.schedule.memory import peak_activation_bytes
 from pipeline.training.memory import peak_memory_bytes, reset_peak_memory
 from pipeline.training.placement import place
 from pipeline.training.plan import Plan
@@ -112,13 +111,12 @@ class Measured:
         return [peak for peak in measured if peak is not None], allocated
 
     def _predicted(self) -> tuple[float, ...]:
-        """The simulator's peak bytes of each rank, from each stage's profile."""
+        """The peak bytes of each rank, from the stages on tensors without memory."""
         inputs, targets = self._case.batch()
         size = self._plan.microbatch_sizes[0]
         model, counts = self._case.build(), self._plan.counts
-        profiles = profile_stages(model, counts, self._where, inputs[:size], targets[:size], repeats=1)
-        costs, footprint = to_costs(profiles, Settings())
-        return simulate(self._plan.program, costs).peak_bytes(footprint)
+        footprint = measure_footprint(model, counts, self._where, inputs[:size], targets[:size])
+        return peak_activation_bytes(self._plan.program, footprint)
 
 
 @dataclass(frozen=True)

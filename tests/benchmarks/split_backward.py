@@ -28,6 +28,7 @@ from models.resnet import STEM_WIDTH, build_block
 from pipeline.engine.casts import casts_kept_for_a_step
 from pipeline.engine.split_modules import split_weight_gradients
 from pipeline.engine.weight_gradient import Deferral, WeightGradients
+from pipeline.training.allocator import keep_freed_memory
 from tests.benchmarks.table import Row, parser, publish
 
 WARM_UP = 3
@@ -188,6 +189,7 @@ def main(arguments: Sequence[str] | None = None, cases: Sequence[Case] = CASES) 
     """Measure, print, and write to the file asked for."""
     options = parser(__doc__, quick="few rounds, under a minute").parse_args(arguments)
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a run does
     rows = [
         measure(case, precision, case.quick if options.quick else case.rounds)
         for case in cases
