@@ -54,6 +54,16 @@ def fail_while_peer_receives(ending, send):
     end_badly(ending)
 
 
+def fail_while_peer_waits(ending, send):
+    """Rank 0 ends badly while rank 1 waits on the launcher's store, which no rank's death closes."""
+    store = rendezvous.shared_store()
+    if rendezvous.rank() == 1:
+        store.set("waiting", "yes")
+        store.get("never")
+    store.get("waiting")
+    end_badly(ending)
+
+
 def fail_after_peer(ending, send):
     """Rank 1 loses its peer first; rank 0 ends badly afterwards and is the cause all the same."""
     store = rendezvous.shared_store()

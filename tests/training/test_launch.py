@@ -142,7 +142,7 @@ def test_the_first_sign_of_a_failure_is_told_while_the_others_are_there(parent):
         seen.append([running.get(pid, ("Z", 0))[0] not in "ZX" for pid in parent.pids])
 
     with pytest.raises(RankFailure):
-        parent.launch(targets.fail_while_peer_receives, "kill", on_failure=look)
+        parent.launch(targets.fail_while_peer_waits, "kill", on_failure=look)
     assert len(seen) == 1
     assert seen[0][1], "rank 1 still waits"
 
