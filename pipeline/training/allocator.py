@@ -15,7 +15,7 @@ def keep_freed_memory() -> None:
     """Let tensors of up to 32 MiB come from a heap that never shrinks.
 
     Left alone, glibc gives a step's activations back to the kernel, which hands them out again page by page, each
-    filled with zeros: 50,000 page faults a step for a GPT of width 768, 3 to 7 % of its time. Where the C library is
+    filled with zeros: 50,000 page faults a step for a GPT of width 768, up to 7 % of its time. Where the C library is
     another one nothing happens.
     """
     if not sys.platform.startswith("linux"):
