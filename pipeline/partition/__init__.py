@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeline.partition.bottleneck import bottleneck
+from pipeline.partition.layer_costs import LayerCosts
 from pipeline.partition.manual import manual
 from pipeline.partition.uniform import uniform
 
-__all__ = ["bottleneck", "manual", "uniform"]
+__all__ = ["LayerCosts", "bottleneck", "manual", "uniform"]
