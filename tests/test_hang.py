@@ -19,11 +19,11 @@ import pytest
 from models.model import Model
 from pipeline.training import job as job_module
 from pipeline.training.failures import Cause, RankFailure
+from pipeline.training.preparation import prepare
 from pipeline.training.recorder import Recorder, RunFacts
 from tests import broken_model, command
 from tests.conf.compose import configured
 from tests.training.test_launch import alive
-from train import prepare
 
 pytestmark = pytest.mark.timeout(200)
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -32,7 +32,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 def breaking_job(build_model: Callable[[], Model], *overrides: str) -> job_module.Job:
     given = {"model.tie_embeddings": "false", "device": "cpu", "timeout": "3", **dict(o.split("=") for o in overrides)}
     config = configured(*command.TINY, *(f"{name}={value}" for name, value in given.items()))
-    return dataclasses.replace(prepare(config), build_model=build_model)
+    return dataclasses.replace(prepare(config, config.builders(), 1), build_model=build_model)
 
 
 def recorder(directory: Path) -> Recorder:

@@ -24,12 +24,12 @@ from pipeline.engine.executor import ActionError
 from pipeline.training import job as job_module
 from pipeline.training import rendezvous
 from pipeline.training.failures import RankFailure
+from pipeline.training.preparation import prepare
 from pipeline.training.recorder import Recorder, RunFacts
 from tests import command
 from tests.broken_model import failing_gpt
 from tests.command import Ended, Ran
 from tests.conf.compose import configured
-from train import prepare
 
 FOLDER = pytest.TempPathFactory
 SUMMARY = [
@@ -324,10 +324,14 @@ TINY = command.TINY
 IMAGES = ["model=resnet18", "batch_size=4", "microbatches=4"]
 
 
+def prepared(config: Any) -> job_module.Job:
+    return prepare(config, config.builders(), config.data.validation_batches)
+
+
 def refuse(match: str, *overrides: str, base: Sequence[str] = TINY) -> None:
     """The overrides compose with those of `base`, and then are a ValueError in one line."""
     with pytest.raises(ValueError, match=match) as caught:
-        prepare(configured(*base, *overrides))
+        prepared(configured(*base, *overrides))
     assert "\n" not in str(caught.value)
 
 
@@ -394,7 +398,7 @@ def test_refused_of_a_resnet(override: str, match: str) -> None:
 
 
 def test_a_resnet_with_two_samples_a_microbatch_is_accepted() -> None:
-    prepare(configured("model=resnet18", "batch_size=8", "microbatches=4", "data.size=32", "device=cpu"))
+    prepared(configured("model=resnet18", "batch_size=8", "microbatches=4", "data.size=32", "device=cpu"))
 
 
 def test_broken_data_is_refused(tmp_path: Path) -> None:
@@ -402,7 +406,7 @@ def test_broken_data_is_refused(tmp_path: Path) -> None:
     for name in ("train.bin", "val.bin"):
         tokens.tofile(tmp_path / name)
     given = ["data=tokens", f"data.path={tmp_path}", "data.vocabulary=256"]
-    assert prepare(configured(*TINY, *given, "device=cpu")).plan.parameters == 34176
+    assert prepared(configured(*TINY, *given, "device=cpu")).plan.parameters == 34176
     (tmp_path / "train.bin").write_bytes(tokens.tobytes()[:-1])
     refuse("has 799 bytes, no whole number of uint16", *given)
     tokens[:10].tofile(tmp_path / "train.bin")
@@ -415,10 +419,10 @@ def test_a_file_that_may_not_be_read_is_refused_like_a_missing_one(tmp_path: Pat
     """Whatever the system says of a file is for the user, not a failure of ours."""
     import train
 
-    def unreadable(config: object) -> None:
+    def unreadable(*given: object) -> None:
         raise PermissionError(13, "Permission denied", "train.bin")
 
-    monkeypatch.setattr(train, "prepare", unreadable)
+    monkeypatch.setattr("pipeline.training.tasks.prepare", unreadable)
     monkeypatch.setattr(train.HydraConfig, "get", lambda: configured_choices())
     with pytest.raises(train.BadInput, match=r"Permission denied: 'train\.bin'"):
         train.main.__wrapped__(composed())
@@ -481,7 +485,7 @@ def test_a_precision_that_the_gpu_only_emulates_is_refused(gpus: Callable[..., N
 def test_slow_choices_are_one_warning_each(gpus: Callable[..., None], caplog: Any, monkeypatch: Any) -> None:
     gpus(1)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    prepare(configured(*TINY, "precision=fp16"))
+    prepared(configured(*TINY, "precision=fp16"))
     assert [record.getMessage() for record in caplog.records] == [
         "1 GPU for 2 ranks: using the CPU; share_gpu=true lets the ranks share GPUs",
         "2 ranks share 1 CPU cores: times and bubbles are those of a crowded machine",
@@ -507,7 +511,7 @@ def test_ranks_of_an_outer_launcher_must_fit(
 def test_a_variable_of_a_launcher_that_is_not_there_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     assert not rendezvous.is_launched()
-    prepare(configured(*TINY, "device=cpu"))
+    prepared(configured(*TINY, "device=cpu"))
 
 
 # Ends that nobody planned
@@ -576,7 +580,7 @@ def test_ctrl_c_ends_the_whole_sweep(tmp_path: Path) -> None:
 def failing_job(*overrides: str) -> job_module.Job:
     """A job whose second stage raises in microbatch 1 of the second step."""
     config = configured(*TINY, "model.tie_embeddings=false", "device=cpu", *overrides)
-    return dataclasses.replace(prepare(config), build_model=failing_gpt)
+    return dataclasses.replace(prepared(config), build_model=failing_gpt)
 
 
 def recorder(directory: Path) -> Recorder:

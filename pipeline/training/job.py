@@ -36,6 +36,8 @@ from pipeline.training.watch import Watch
 _log = logging.getLogger(__name__)
 
 Report = Callable[[object], None]
+Builders = tuple[Callable[[], Model], Callable[[], Data]]
+"""What makes the model, and what opens the data."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class Job:
     build_model: Callable[[], Model]
     build_data: Callable[[], Data]
     validation_batches: int
+    tokens: bool
+    """Whether the data is text."""
 
-    def facts(self, model: str, config: Mapping[str, object], *, tokens: bool) -> RunFacts:
+    def facts(self, model: str, config: Mapping[str, object]) -> RunFacts:
         """What the record of this run begins with; `model` and `config` are the user's words for it."""
         settings, plan = self.settings, self.plan
         return RunFacts(
@@ -66,7 +70,7 @@ class Job:
             steps=settings.steps,
             parameters=plan.parameters,
             bubble_predicted=plan.predicted.makespan_bubble,
-            units="tokens" if tokens else "samples",
+            units="tokens" if self.tokens else "samples",
             predicted=plan.predicted.events,
             config=config,
         )

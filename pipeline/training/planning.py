@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pipeline.engine.model import Model
 from pipeline.report.plan import Assessment, assess, print_assessment, write_plan
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.validate import validate
 from pipeline.training.checkpointing import lowered
 from pipeline.training.devices import choose_devices
+from pipeline.training.job import Builders
 from pipeline.training.measured_costs import measure
 from pipeline.training.schedule_choice import stated_costs, stated_footprint, write_schedule
 from pipeline.training.settings import Settings
-from pipeline.training.trainer import Data
-
-Builders = tuple[Callable[[], Model], Callable[[], Data]]
 
 
 def plan(settings: Settings, directory: Path, builders: Builders | None = None) -> None:

@@ -57,6 +57,10 @@ class Data(Protocol):
     def units_per_sample(self) -> int:
         """Tokens in a sample of text, else 1."""
 
+    @property
+    def classes(self) -> int:
+        """What a target can be: the vocabulary, or the number of image classes."""
+
 
 class Trainer:
     """Trains with the ranks of this process; the other processes run the same loop with theirs.

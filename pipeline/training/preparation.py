@@ -1,0 +1,41 @@
+"""Everything that is decided and checked in the launching process: whatever is wrong is said before a rank starts."""
+
+from __future__ import annotations
+
+from pipeline.engine.boundary import TensorSpec
+from pipeline.training import rendezvous
+from pipeline.training.devices import choose_devices, warn_of_slow_choices
+from pipeline.training.job import Builders, Job, check_launch
+from pipeline.training.measured_costs import measure
+from pipeline.training.plan import make_plan
+from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
+from pipeline.training.schedule_choice import write_schedule
+from pipeline.training.settings import Settings
+
+
+def prepare(settings: Settings, builders: Builders, validation_batches: int) -> Job:
+    """Build model and data once, here, and decide the plan with them.
+
+    Args:
+        settings: checked.
+        builders: make the model and the data; picklable.
+        validation_batches: held-out batches that a validation averages over.
+
+    Raises:
+        ValueError: the launch, the devices, the model, the data or the plan can't be.
+        OSError: the data can't be read.
+    """
+    check_launch(settings)
+    build_model, build_data = builders
+    model, data, devices = build_model(), build_data(), choose_devices(settings)
+    device, stages = devices.of(0), write_schedule(settings).stages
+    inputs, targets = data.train.inputs(0), data.train.targets(0)
+    costs, footprint = None, footprint_for_a_limit(settings, model, inputs, targets, device, stages)
+    if settings.costs.source == "profile":
+        costs, footprint = measure(settings, model, data, devices, stages)
+    plan = make_plan(settings, model, TensorSpec.of(inputs), device, costs, footprint)
+    plan.check_targets(data.classes)
+    plan = with_predicted_bytes(plan, settings, model, inputs, targets, device)
+    if rendezvous.rank() == 0:
+        warn_of_slow_choices(settings, devices)
+    return Job(settings, plan, devices, build_model, build_data, validation_batches, tokens=data.kind == "text")

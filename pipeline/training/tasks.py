@@ -1,0 +1,82 @@
+"""What a job can be asked to do: `task=NAME` is a line in the table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.training.job import Builders, Job, train
+from pipeline.training.plan_text import print_plan
+from pipeline.training.planning import plan
+from pipeline.training.preparation import prepare
+from pipeline.training.progress import ProgressLine
+from pipeline.training.recorder import Recorder, Sink
+from pipeline.training.settings import Settings
+from pipeline.training.wandb_logger import WandbLogger
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the user asked for, as a task is given it."""
+
+    settings: Settings
+    """Checked."""
+    builders: Callable[[], Builders]
+    """Imports the model and the data: their builders, picklable."""
+    directory: Path
+    """The run directory."""
+    records: bool
+    """Whether this process writes the run down: one of those that a launcher started."""
+    model: str
+    """The model's name in tables."""
+    validation_batches: int
+    """Held-out batches that a validation averages over; 0 where there is no data."""
+    config: Callable[[], Mapping[str, object]]
+    """The resolved configuration as plain values."""
+    sweep: str | None
+    """The sweep that the job belongs to."""
+
+
+Run = Callable[[], None]
+Task = Callable[[Order], Run]
+"""Prepares: what the user asked for that can't be is a ValueError, an OSError or a MemoryError. Then it can run."""
+
+
+def _train(order: Order) -> Run:
+    job = prepare(order.settings, order.builders(), order.validation_batches)
+    return partial(_train_job, job, _recorder(order, job) if order.records else None, order.directory)
+
+
+def _train_job(job: Job, recorder: Recorder | None, directory: Path) -> None:
+    try:
+        train(job, recorder, directory / "train.log")
+    except (KeyboardInterrupt, SystemExit) as stop:  # Ctrl-C or SIGTERM: no error of the job, and it ends a sweep
+        print(f"interrupted; what was recorded is in {directory}", file=sys.stderr)
+        raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None
+
+
+def _recorder(order: Order, job: Job) -> Recorder:
+    """Print the plan, and make what writes the run down: the run directory, the progress line, W&B."""
+    sinks: list[Sink] = [ProgressLine()]
+    if (logger := order.settings.logger).name == "wandb":
+        group = logger.group or order.sweep
+        sinks.append(WandbLogger(project=logger.project, mode=logger.mode, group=group, tags=logger.tags))
+    print_plan(job.plan, order.model, Console())
+    return Recorder(order.directory, job.facts(order.model, order.config()), sinks)
+
+
+def _plan(order: Order) -> Run:
+    plan(order.settings, order.directory, order.builders() if order.settings.costs.source == "profile" else None)
+    return _nothing_more
+
+
+def _nothing_more() -> None:
+    """A plan is made of bad input or it is done: there is nothing left to run."""
+
+
+TASKS: Mapping[str, Task] = {"train": _train, "plan": _plan}
