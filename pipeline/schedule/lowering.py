@@ -1,6 +1,6 @@
 """Passes from a schedule to a schedule that turn bare compute rows into a complete program.
 
-Each pass is pure. `lower` runs them all: recomputation, then sends and receives, then earlier receives.
+Each pass is pure. `lower` runs them all: recomputation, reductions, sends and receives, then earlier receives.
 """
 
 from __future__ import annotations
@@ -8,23 +8,38 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
-from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.actions import NO_MICROBATCH, Action, ActionType
 from pipeline.schedule.buffers import Releases
 from pipeline.schedule.errors import Place, ScheduleError, schedule_error
 from pipeline.schedule.memory import in_flight
 from pipeline.schedule.recomputation import Window, place_recomputation, recomputed
-from pipeline.schedule.schedule import Channel, Message, Schedule, channel, makes, message, takes
+from pipeline.schedule.schedule import Channel, Message, Row, Schedule, channel, makes, message, takes
 
 
-def lower(schedule: Schedule, *, activation_checkpoint: str | Window = "never", prefetch: int = 2) -> Schedule:
-    """The complete program: compute, recomputation, sends and receives.
+def lower(
+    schedule: Schedule, *, activation_checkpoint: str | Window = "never", prefetch: int = 2, replicas: int = 1
+) -> Schedule:
+    """The complete program: compute, recomputation, sends and receives, and with several `replicas` reductions.
 
     `activation_checkpoint` says which microbatches are recomputed (`pipeline.schedule.recomputation`). A schedule that
     holds sends and receives already, such as one from a file, keeps them as they stand. ValueError for an unknown word,
-    a window that is too small, or a negative prefetch.
+    a window that is too small, a negative prefetch, or fewer replicas than one.
     """
-    recomputing = place_recomputation(schedule, recomputed(schedule, activation_checkpoint))
-    return recomputing if schedule.is_lowered else hoist_receives(add_communication(recomputing), prefetch)
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}: use 1 or more")
+    program = place_recomputation(schedule, recomputed(schedule, activation_checkpoint))
+    if replicas > 1:
+        program = place_reductions(program)
+    return program if schedule.is_lowered else hoist_receives(add_communication(program), prefetch)
+
+
+def place_reductions(schedule: Schedule) -> Schedule:
+    """Put a REDUCE_GRAD after the last B or W of each stage that has a backward and no reduction yet.
+
+    As early as the stage's gradients are complete, so that reducing them overlaps with the rank's other stages and with
+    the rest of the pipeline; but after the sends that directly follow, which other ranks wait for.
+    """
+    return schedule.with_rows(_with_reductions(row) for row in schedule.rows)
 
 
 def add_communication(schedule: Schedule) -> Schedule:
@@ -53,6 +68,24 @@ def hoist_receives(schedule: Schedule, prefetch: int) -> Schedule:
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}: use 0 or more")
     return schedule.with_rows(_hoisted(schedule, rank, prefetch) for rank in range(schedule.pp))
+
+
+def _with_reductions(row: Row) -> Iterator[Action]:
+    parts = [(position, part) for position, action in enumerate(row) for part in action.compute]
+    last = {part.stage: at for at, part in parts if part.type in (ActionType.B, ActionType.W)}
+    reduced = {action.stage for action in row if action.type is ActionType.REDUCE_GRAD}
+    complete: list[int] = []
+    for position, action in enumerate(row):
+        if not action.type.is_send:
+            yield from map(_reduction, complete)
+            complete.clear()
+        yield action
+        complete += [stage for stage, at in last.items() if at == position and stage not in reduced]
+    yield from map(_reduction, complete)
+
+
+def _reduction(stage: int) -> Action:
+    return Action(stage, ActionType.REDUCE_GRAD, NO_MICROBATCH)
 
 
 def _with_sends(schedule: Schedule, row: Iterable[Action]) -> Iterator[Action]:

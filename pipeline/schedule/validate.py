@@ -153,7 +153,7 @@ _INPUTS: Mapping[ActionType, tuple[tuple[ActionType, int], ...]] = {
 
 
 def _check_reductions(schedule: Schedule, places: Places) -> None:
-    """A stage's gradients are reduced, if the schedule reduces them, after all its backwards."""
+    """Gradients are reduced, if the schedule reduces any, once in every stage, after all its backwards."""
     for (kind, stage, microbatch), place in places.items():
         reduced = places.get((REDUCE_GRAD, stage, NO_MICROBATCH))
         if kind in (B, I, W) and reduced is not None and reduced < place:
@@ -164,6 +164,15 @@ def _check_reductions(schedule: Schedule, places: Places) -> None:
         if kind is REDUCE_GRAD and schedule.forward_only:
             early = Action(stage, kind, microbatch)
             raise schedule_error(f"{early} on rank {place[0]} has no gradient to reduce", schedule, [place])
+    reductions = {stage: place for (kind, stage, _), place in places.items() if kind is REDUCE_GRAD}
+    missing = [stage for stage in range(schedule.stages) if stage not in reductions]
+    if reductions and missing:
+        raise schedule_error(
+            f"rank {schedule.stage_to_rank[missing[0]]} has no {Action(missing[0], REDUCE_GRAD, NO_MICROBATCH)}, but "
+            f"other stages are reduced: reduce the gradients of every stage, or of none",
+            schedule,
+            reductions.values(),
+        )
 
 
 def _check_boundaries(schedule: Schedule, places: Places) -> None:

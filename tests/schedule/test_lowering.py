@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.actions import NO_MICROBATCH, Action, ActionType
 from pipeline.schedule.errors import ScheduleError
+from pipeline.schedule.grid import grid
 from pipeline.schedule.library import forward_only, gpipe, interleaved_1f1b, one_f_one_b
-from pipeline.schedule.lowering import add_communication, hoist_receives, lower
+from pipeline.schedule.lowering import add_communication, hoist_receives, lower, place_reductions
 from pipeline.schedule.recomputation import place_recomputation
 from pipeline.schedule.schedule import Channel, Message, Schedule, channel, message
 from pipeline.schedule.simulate import Costs, simulate
@@ -90,6 +91,61 @@ def test_a_reduction_stays_where_it_is() -> None:
     assert not reducing.is_lowered
     validate(reducing)
     validate(lowered)
+
+
+def test_each_stage_is_reduced_once_its_gradients_are_complete() -> None:
+    assert rows(lower(interleaved_1f1b(2, 2, 2), prefetch=0, replicas=2)) == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1 2RECV_B0 2B0 2SEND_B0 2RECV_B1 2B1 "
+        "2SEND_B1 2REDUCE_GRAD 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD",
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3B0 3SEND_B0 3RECV_F1 3F1 3B1 3SEND_B1 3REDUCE_GRAD "
+        "1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1 1REDUCE_GRAD",
+    ]
+
+
+def test_a_split_backward_is_reduced_after_its_last_w() -> None:
+    split = by_hand("0F0 0I0 0F1 0W0 0B1", "1F0 1I0 1F1 1B1 1W0", stage_to_rank=(0, 1), microbatches=2)
+    reducing = place_reductions(split)
+    assert rows(reducing) == ["0F0 0I0 0F1 0W0 0B1 0REDUCE_GRAD", "1F0 1I0 1F1 1B1 1W0 1REDUCE_GRAD"]
+
+
+def test_a_pair_that_ends_a_stage_is_followed_by_its_reduction() -> None:
+    pair = by_hand("0F0 1F0 (0F1;1B0)OVERLAP_F_B 0B0 0B1", stage_to_rank=(0, 0), microbatches=2)
+    assert rows(place_reductions(pair)) == ["0F0 1F0 (0F1;1B0)OVERLAP_F_B 1REDUCE_GRAD 0B0 0B1 0REDUCE_GRAD"]
+
+
+def test_what_is_lowered_is_reduced_after_its_sends_and_not_twice() -> None:
+    once = lower(gpipe(2, 2), prefetch=0)
+    reducing = lower(once, replicas=2)
+    assert rows(reducing)[1].endswith("1B1 1SEND_B1 1REDUCE_GRAD")
+    assert lower(reducing, replicas=2) == reducing
+    validate(reducing)
+
+
+def test_one_replica_and_a_forward_only_schedule_reduce_nothing() -> None:
+    assert lower(gpipe(2, 2), replicas=1) == lower(gpipe(2, 2))
+    assert lower(forward_only((0, 1), 2), replicas=4) == lower(forward_only((0, 1), 2))
+
+
+def test_no_replica() -> None:
+    with pytest.raises(ValueError, match="replicas is 0: use 1 or more"):
+        lower(gpipe(2, 2), replicas=0)
+
+
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(library_schedules(4, 6), st.integers(0, 3))
+def test_reductions_change_neither_the_rest_nor_its_time(schedule: Schedule, prefetch: int) -> None:
+    single, several = lower(schedule, prefetch=prefetch), lower(schedule, prefetch=prefetch, replicas=2)
+    validate(several)
+    assert several.with_rows((a for a in row if a.type is not ActionType.REDUCE_GRAD) for row in several.rows) == single
+    for rank, row in enumerate(several.rows):
+        reduced = [a.stage for a in row if a.type is ActionType.REDUCE_GRAD]
+        assert sorted(reduced) == list(schedule.stages_of(rank))
+        for stage in reduced:  # nothing but sends between a stage's last gradient and its reduction
+            at = row.index(Action(stage, ActionType.REDUCE_GRAD, NO_MICROBATCH))
+            before = [a for a in row[:at] if not a.type.is_send and a.type is not ActionType.REDUCE_GRAD]
+            assert any(p.stage == stage and p.type in (ActionType.B, ActionType.W) for p in before[-1].compute)
+    assert simulate(several, Costs(transfer=0.5)).events == simulate(single, Costs(transfer=0.5)).events
+    assert grid(several) == grid(single)
 
 
 def test_one_rank_needs_no_communication() -> None:

@@ -126,6 +126,10 @@ BROKEN = {
         replace(by_hand("0F0 0REDUCE_GRAD"), forward_only=True),
         "0REDUCE_GRAD on rank 0 has no gradient to reduce",
     ),
+    "a stage without a reduction": (
+        by_hand("0F0 0B0 0REDUCE_GRAD", "1F0 1B0"),
+        "rank 1 has no 1REDUCE_GRAD, but other stages are reduced: reduce the gradients of every stage, or of none",
+    ),
     "deadlock of a program": (
         lower(by_hand("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2)),
         "deadlock: rank 0 at 0B0 waits for the gradient of stage 1, microbatch 0, from rank 1; rank 1 at 1F1 waits for "
