@@ -53,3 +53,22 @@ def test_costs_may_be_seconds():
 def test_bottleneck_refuses_more_stages_than_layers():
     with pytest.raises(ValueError, match="3 stages need at least 3 layers, the model has 2: use fewer stages"):
         bottleneck([1, 1], 3)
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_no_cut_has_a_lighter_heaviest_stage_or_boundary(number):
+    costs, stages = random_case(number)
+    draw = random.Random(-number)
+    boundaries = [draw.choice((0, draw.randint(0, 60))) for _ in costs]
+
+    def heaviest_part(counts):
+        cuts = list(itertools.accumulate(counts))[:-1]
+        return max(heaviest(costs, counts), *(boundaries[end - 1] for end in cuts), 0)
+
+    best = min(map(heaviest_part, all_cuts(len(costs), stages)))
+    assert heaviest_part(bottleneck(costs, stages, boundaries)) == best
+
+
+def test_bottleneck_refuses_boundaries_of_another_model():
+    with pytest.raises(ValueError, match="1 boundaries for 2 layers: give what a cut after each layer costs"):
+        bottleneck([1, 1], 2, [1])
