@@ -15,7 +15,7 @@ from models.gpt import gpt
 from models.model import Layer, Model
 from pipeline import partition
 from pipeline.engine.boundary import TensorSpec
-from pipeline.engine.profile import profile_stages
+from pipeline.engine.profile import profile_layers
 from pipeline.schedule.library import options_of
 from pipeline.training.plan import Plan, make_plan, microbatch_sizes
 from pipeline.training.schedule_choice import write_schedule
@@ -142,10 +142,9 @@ def layer_seconds(case: Case, repeats: int = 3) -> list[float]:
     """Forward and backward of each layer alone on one microbatch, measured here."""
     model, (inputs, targets) = case.build(), case.batch()
     size = microbatch_sizes(case.batch_size, case.microbatches)[0]
-    counts = [1] * len(model.layers)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    profiles = profile_stages(model, counts, placement(torch.float32), inputs[:size], targets[:size], repeats)
+    profiles = profile_layers(model, placement(torch.float32), inputs[:size], targets[:size], repeats=repeats)
     torch.set_num_threads(before)
     return [layer.forward + layer.backward for layer in profiles]
 
