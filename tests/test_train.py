@@ -383,8 +383,11 @@ def test_refused_of_a_gpt(override: str, match: str) -> None:
 @pytest.mark.parametrize(
     ("override", "match"),
     [
-        ("data.size=32", "BatchNorm in layer4.* would see one value a channel .*: use a larger batch_size or fewer"),
-        ("data.size=32 batch_size=7", "BatchNorm in layer4"),  # one microbatch of a single sample is enough
+        (
+            "data.size=32",
+            "a normalization in layer4.* would see one value a channel .*: use a larger batch_size or fewer",
+        ),
+        ("data.size=32 batch_size=7", "a normalization in layer4"),  # one microbatch of a single sample is enough
         ("data.size=8", "8 pixels"),
         ("model.depth=19", "19"),
         ("data.classes=10", "glyphs have 36 classes, not 10: use classes=36"),

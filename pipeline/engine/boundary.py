@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeline.engine.batch_norm import statistics_kept
 from pipeline.engine.materialize import give_memory
 from pipeline.engine.model import Layer
 
@@ -68,7 +69,7 @@ def boundaries(
         kept: layers inside a stage whose input is kept as well, for a recomputation of a part of the stage.
 
     Raises:
-        ValueError: BatchNorm would see a single value a channel, a layer refuses its input's shape, or a layer
+        ValueError: a normalization would see a single value a channel, a layer refuses its input's shape, or a layer
             overwrites an input that is kept: a stage's first one, or one of `kept`.
         TypeError: a stage's output is not a tensor.
     """
@@ -77,7 +78,8 @@ def boundaries(
     starts = {0, *ends, *kept}
     with torch.device("meta"):
         modules = [layer.build().train() for layer in layers]
-    with FakeTensorMode(), torch.device(device):
+    # a cumulative average asks for the number of batches so far, which a fake tensor doesn't have
+    with FakeTensorMode(), torch.device(device), statistics_kept(modules):
         value = torch.empty(specs[0].shape, dtype=specs[0].dtype)
         for index, (layer, module) in enumerate(zip(layers, modules, strict=True), start=1):
             give_memory(module, device, dtype)
@@ -101,8 +103,13 @@ def _checked_forward(layer: Layer, module: nn.Module, value: Tensor) -> Tensor:
     except ValueError as error:
         if "Expected more than 1 value per channel" in str(error):
             raise ValueError(
-                f"BatchNorm in {layer.name} would see one value a channel (input {received}): use a larger batch_size "
-                "or fewer microbatches, or larger images"
+                f"a normalization in {layer.name} would see one value a channel (input {received}): use a larger "
+                "batch_size or fewer microbatches, or larger images"
+            ) from error
+        if "Expected more than 1 spatial element" in str(error):
+            raise ValueError(
+                f"a normalization in {layer.name} would see one value a channel of an image (input {received}): use "
+                "larger images"
             ) from error
         raise
     except (RuntimeError, IndexError) as error:

@@ -306,6 +306,14 @@ class Executor:
     def _set_mode(self) -> None:
         for stage in self.stages.values():
             stage.train(not self.schedule.forward_only)
+            if not self.schedule.forward_only:
+                stage.begin_step()
+
+    def commit(self) -> None:
+        """Move what moves once a step; call it when no rank of this process can fail in the step any more."""
+        if not self.schedule.forward_only:
+            for stage in self.stages.values():
+                stage.commit_step()
 
     def _metering(self, batch: Microbatches) -> AbstractContextManager[None]:
         given = [*(batch.inputs or ()), *(batch.targets or ())]
@@ -336,4 +344,6 @@ def run(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> list[
                 del programs[rank]
         if programs and before == sum(executor.completed for executor in executors):
             raise RuntimeError(f"ranks {sorted(programs)} wait for messages that nobody sends")
+    for executor in executors:
+        executor.commit()
     return [results[executor.rank] for executor in executors]

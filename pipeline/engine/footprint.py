@@ -169,7 +169,8 @@ class _Microbatch:
         stage = self._stage
         meter = ActivationMeter(tensor for _, tensor in stage.named_tensors())
         targets = self._batch[1].to(stage.placement.device)
-        with casts_kept_for_a_step(), meter.excluding(self._batch):
+        # a cumulative average asks for the number of batches so far, which a fake tensor doesn't have
+        with casts_kept_for_a_step(), meter.excluding(self._batch), stage.recomputing():
             inputs = self._inputs.detach().requires_grad_(self._inputs.is_floating_point() and not stage.first)
             weights = WeightGradients(meter.hold) if split else None
             passed = Pass(stage, inputs, recomputed=recomputed, weights=weights, meter=meter)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipeline.engine import batch_norm
 from pipeline.engine.boundary import Autocast
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.materialize import MakeLayer, materialize, named_tensors
@@ -24,7 +24,8 @@ from pipeline.engine.weight_gradient import AddedAtOnce, Deferral, WeightGradien
 class Placement:
     """How a run computes: the device, the parameters' dtype, autocast, the seed of everything random, and with what.
 
-    Without a compiler layers run as PyTorch's operators, one by one.
+    Without a compiler layers run as PyTorch's operators, one by one. With `defers_batch_norm` BatchNorm's running
+    averages move once a step (`pipeline.engine.batch_norm`).
     """
 
     device: torch.device
@@ -32,6 +33,7 @@ class Placement:
     autocast: Autocast
     seed: int
     compiler: Compiler | None = None
+    defers_batch_norm: bool = False
 
 
 class Stage:
@@ -69,6 +71,9 @@ class Stage:
             make_layer(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
             for layer in layers
         )
+        if placement.defers_batch_norm:
+            for module in self.modules:
+                batch_norm.defer(module)
         self.whole = whole(len(self.layers))
         self.segments = (recomputed or Recomputed()).segments(len(self.layers))
         self._calls = tuple(self._call(module) for module in self.modules)
@@ -187,19 +192,14 @@ class Stage:
             assert targets is not None, "the last stage's rank loads the targets"
             return self.loss(value, targets) / weight
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """While open, BatchNorm normalizes as in training but leaves its running statistics: they moved in F."""
-        norms = [
-            module
-            for layer in self.modules
-            for module in layer.modules()
-            if isinstance(module, _BatchNorm) and module.track_running_stats
-        ]
-        for norm in norms:
-            norm.track_running_stats = False
-        try:
-            yield
-        finally:
-            for norm in norms:
-                norm.track_running_stats = True
+    def recomputing(self) -> AbstractContextManager[None]:
+        """While open, BatchNorm normalizes as in training but leaves its statistics: they moved in F."""
+        return batch_norm.statistics_kept(self.modules)
+
+    def begin_step(self) -> None:
+        """Forget what an abandoned training step left."""
+        batch_norm.begin(self.modules)
+
+    def commit_step(self) -> None:
+        """Move what moves once a training step, when all of it is done."""
+        batch_norm.commit(self.modules)

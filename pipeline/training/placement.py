@@ -18,4 +18,5 @@ def place(settings: Settings, device: torch.device) -> Placement:
         autocast(settings.precision, device.type),
         settings.seed,
         Compiler() if settings.compile else None,
+        defers_batch_norm=settings.batch_norm == "deferred",
     )

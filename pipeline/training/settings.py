@@ -162,6 +162,7 @@ class Settings:
     microbatches: int = described(8, "pieces that a batch is cut into")
     batch_size: int = described(32, "samples a step")
     steps: int = described(300, "training steps")
+    batch_norm: str = described("microbatch", "BatchNorm's averages move each microbatch, or once a step: deferred")
     prefetch: int = described(2, "receives that are posted ahead of their use")
     compile: bool = described(False, "fuse every layer's operators with torch.compile, before the first step")
     timeout: float = described(300.0, "seconds that a message may take before the job ends with an error")
@@ -253,6 +254,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
     "transport": ("auto", "gloo"),
+    "batch_norm": ("microbatch", "deferred"),
     "schedule.release": ("end", "each"),
     "schedule.objective": ("makespan", "span"),
     "schedule.placement": ("line", "v"),

@@ -64,9 +64,21 @@ def test_integer_inputs_stay_integers():
 
 def test_batchnorm_with_one_value_a_channel_is_refused():
     layers = resnet(depth=18, classes=10).layers
-    with pytest.raises(ValueError, match=r"BatchNorm in layer4\.0 would see one value a channel .* use a larger"):
+    with pytest.raises(ValueError, match=r"a normalization in layer4\.0 would see one value a channel .* use a larger"):
         specs(layers, images(1, 32)[0])
     assert specs(layers, images(2, 32)[0])
+
+
+def test_other_normalizations_are_not_called_batchnorm():
+    for build, cure in (
+        (lambda: nn.GroupNorm(4, 4), "a normalization in 0 would see one value a channel .* use a larger batch_size"),
+        (
+            lambda: nn.InstanceNorm2d(4),
+            "a normalization in 0 would see one value a channel of an image .* larger images",
+        ),
+    ):
+        with pytest.raises(ValueError, match=cure):
+            specs(chain([build]).layers, torch.zeros(1, 4, 1, 1))
 
 
 def test_the_smallest_microbatch_counts():

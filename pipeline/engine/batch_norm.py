@@ -1,0 +1,140 @@
+"""BatchNorm's running statistics where a batch comes in microbatches, some of them computed twice.
+
+Every microbatch is normalized by its own statistics. Its running averages move as PyTorch moves them, microbatch after
+microbatch; or, deferred, once a step, to the mean and unbiased variance of all values that the step's microbatches had.
+Those are combined from each microbatch's count, mean and sum of squared deviations (Chan, Golub and LeVeque, 1979),
+which doesn't cancel where the mean is large beside the deviation, as E[x^2] - E[x]^2 does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _Deferred(_BatchNorm):
+    """What a BatchNorm of any dimension becomes: see `defer`. Its sums are buffers that no checkpoint holds."""
+
+    collects: bool
+    batch_count: Tensor
+    batch_mean: Tensor
+    batch_squares: Tensor
+    """Squared deviations from the mean, summed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = super().forward(input)
+        if self.training and self.collects:
+            self._collect(input.detach())
+        return output
+
+    @torch.no_grad()
+    def _collect(self, input: Tensor) -> None:
+        count = input.numel() // input.shape[1]
+        if count == 0:
+            return
+        if input.dtype.itemsize < 4:
+            input = input.float()
+        dimensions = [dimension for dimension in range(input.dim()) if dimension != 1]
+        first = input[:1]
+        for dimension in range(2, input.dim()):
+            first = first.narrow(dimension, 0, 1)
+        # a mean in float32 is off by more than a small deviation: that of what is left by a value of the channel isn't
+        variance, mean = torch.var_mean(input - first, dimensions, correction=0)
+        total = self.batch_count + count
+        apart = first.double().flatten() + mean.double() - self.batch_mean
+        self.batch_squares += variance.double() * count + apart.square() * (self.batch_count * count / total)
+        self.batch_mean += apart * (count / total)
+        self.batch_count.copy_(total)
+
+    def begin(self) -> None:
+        """Forget what an abandoned step collected."""
+        for sum_ in (self.batch_count, self.batch_mean, self.batch_squares):
+            sum_.zero_()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the running averages once, if anything came; nobody waits for a GPU to find that out."""
+        mean, variance, steps = self.running_mean, self.running_var, self.num_batches_tracked
+        assert mean is not None, "else it isn't deferred"
+        assert variance is not None
+        assert steps is not None
+        came = self.batch_count > 0
+        steps += came
+        share = came.double() * (1 / steps.clamp(min=1).double() if self.momentum is None else self.momentum)
+        unbiased = self.batch_squares / (self.batch_count - 1).clamp(min=1)
+        mean.copy_(mean.double() * (1 - share) + self.batch_mean * share)
+        variance.copy_(variance.double() * (1 - share) + unbiased * share)
+        self.begin()
+
+
+@functools.cache
+def _deferred(kind: Any) -> type[_Deferred]:
+    return type(f"Deferred{kind.__name__}", (_Deferred, kind), {})
+
+
+def defer(root: nn.Module) -> None:
+    """Make every BatchNorm in `root` that has running averages move them in `commit` alone.
+
+    A module becomes an instance of a subclass of its class, so that hooks, names and `isinstance` stay as they were.
+    """
+    for norm in _norms([root]):
+        assert norm.running_mean is not None
+        sums: dict[str, Any] = {"dtype": torch.float64, "device": norm.running_mean.device}
+        kind: Any = type(norm)
+        norm.__class__ = _deferred(kind)
+        assert isinstance(norm, _Deferred)
+        norm.track_running_stats = False  # its forward moves nothing, and evaluation still uses what there is
+        norm.collects = True
+        norm.register_buffer("batch_count", torch.zeros((), **sums), persistent=False)
+        for name in ("batch_mean", "batch_squares"):
+            norm.register_buffer(name, torch.zeros(norm.num_features, **sums), persistent=False)
+
+
+def begin(modules: Iterable[nn.Module]) -> None:
+    """A training step begins: nothing has been collected."""
+    for norm in _deferred_norms(modules):
+        norm.begin()
+
+
+def commit(modules: Iterable[nn.Module]) -> None:
+    """A training step is complete: running averages that wait for that move."""
+    for norm in _deferred_norms(modules):
+        norm.commit()
+
+
+@contextmanager
+def statistics_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, BatchNorm normalizes as in training but leaves its statistics."""
+    modules = list(modules)
+    tracking, collecting = list(_norms(modules)), [norm for norm in _deferred_norms(modules) if norm.collects]
+    for norm in tracking:
+        norm.track_running_stats = False
+    for deferred in collecting:
+        deferred.collects = False
+    try:
+        yield
+    finally:
+        for norm in tracking:
+            norm.track_running_stats = True
+        for deferred in collecting:
+            deferred.collects = True
+
+
+def _norms(modules: Iterable[nn.Module]) -> Iterator[_BatchNorm]:
+    for root in modules:
+        for module in root.modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                yield module
+
+
+def _deferred_norms(modules: Iterable[nn.Module]) -> Iterator[_Deferred]:
+    for root in modules:
+        for module in root.modules():
+            if isinstance(module, _Deferred):
+                yield module
