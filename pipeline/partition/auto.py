@@ -55,6 +55,14 @@ class Problem:
         self.parameters = [0.0, *accumulate(layer.parameter_bytes for layer in costs)]
         self.held = [_held(schedule, rank) for rank in range(schedule.pp)]
         self.timer = Timer(schedule)
+        spare = self.layers - self.stages
+        self.places = [
+            (stage, start, end)
+            for stage in range(self.stages)
+            for start in range(stage, stage + spare + 1 if stage else 1)
+            for end in range(start + 1 if stage + 1 < self.stages else self.layers, stage + spare + 2)
+        ]
+        """Each stage's number, first layer and the one after its last, wherever a cut can have them."""
 
     def times(self, start: int, end: int) -> StageTimes:
         """A stage of the layers from `start` to before `end`."""
@@ -102,7 +110,8 @@ def auto(
 
     Every path through the schedule's actions bounds every cut from below, and its smallest length over the ways to cut
     the rest is a small dynamic program. The search collects the longest paths of the cuts it simulates and follows only
-    what none of them excludes. Every stage gets a layer.
+    what none of them excludes, alone or for the place of a stage. For 1F1B that is (microbatches - 1) x the longest
+    stage + all stages. Every stage gets a layer.
 
     Args:
         costs: one entry a layer.
@@ -158,6 +167,7 @@ class _Search:
         self.makespan = inf
         self.seen: dict[Counts, float] = {}
         self.paths: dict[tuple[tuple[int, int, int, int], ...], _Bound] = {}
+        self.stages = _Stages(problem)
 
     def look(self, counts: Counts) -> float:
         """Simulate a cut, once; keep its longest path as a bound, and the cut if it fits and is the best."""
@@ -166,6 +176,7 @@ class _Search:
             self.seen[counts] = makespan
             if path not in self.paths:
                 self.paths[path] = _Bound(self.problem, path)
+                self.stages.add(self.paths[path])
             if makespan < self.makespan and self.problem.peak_bytes(counts) <= self.limit:
                 self.best, self.makespan = counts, makespan
         return self.seen[counts]
@@ -202,8 +213,12 @@ class _Search:
 
     def bound(self, stages: Sequence[tuple[int, int]]) -> float:
         """No cut that begins with `stages` takes less."""
+        stage, (start, end) = len(stages) - 1, stages[-1]
+        quick = max(self.stages.least[stage, start, end], self.stages.worst[stage + 1][end])
+        if quick >= self.makespan * _EQUAL:
+            return quick
         times = [self.problem.times(*run) for run in stages]
-        return max((path.least(times, stages[-1][1]) for path in self.paths.values()), default=0.0)
+        return max((path.least(times, end) for path in self.paths.values()), default=quick)
 
     def fits(self, stages: Sequence[tuple[int, int]]) -> bool:
         rank = self.problem.schedule.stage_to_rank[len(stages) - 1]
@@ -211,23 +226,43 @@ class _Search:
 
 
 class _Bound:
-    """One path through the schedule, and the least it takes over all ways to cut the layers that are left."""
+    """One path through the schedule, and the least it takes over all ways to cut the layers beside a stage."""
 
     def __init__(self, problem: Problem, path: Sequence[tuple[int, int, int, int]]) -> None:
         self.path = path
         layers, stages = problem.layers, problem.stages
         self.rest = [[inf] * (layers + 1) for _ in range(stages + 1)]
-        self.rest[stages][layers] = 0.0
-        for stage in range(stages - 1, -1, -1):
-            for start in range(stage, layers):
-                self.rest[stage][start] = min(
-                    _length(path[stage], problem.times(start, end)) + self.rest[stage + 1][end]
-                    for end in range(start + 1, layers + 1)
-                )
+        self.before = [[inf] * (layers + 1) for _ in range(stages + 1)]
+        self.rest[stages][layers] = self.before[0][0] = 0.0
+        self.lengths = {(s, i, k): _length(path[s], problem.times(i, k)) for s, i, k in problem.places}
+        for (stage, start, end), length in self.lengths.items():
+            self.before[stage + 1][end] = min(self.before[stage + 1][end], self.before[stage][start] + length)
+        for (stage, start, end), length in reversed(self.lengths.items()):
+            self.rest[stage][start] = min(self.rest[stage][start], self.rest[stage + 1][end] + length)
 
     def least(self, times: Sequence[StageTimes], start: int) -> float:
         """With stages of these times, and the next stage from layer `start` on."""
         return sum(map(_length, self.path, times)) + self.rest[len(times)][start]
+
+
+class _Stages:
+    """What the paths together say of each place a stage can have, and of the best way to cut the layers after it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.least = dict.fromkeys(problem.places, 0.0)
+        self.worst = [[0.0] * (problem.layers + 1) for _ in range(problem.stages + 1)]
+
+    def add(self, bound: _Bound) -> None:
+        """Take in one more path. `worst[stage][start]`: the best cut from there on has a stage in a place so long."""
+        worst = [[inf] * (self.problem.layers + 1) for _ in range(self.problem.stages + 1)]
+        worst[self.problem.stages][self.problem.layers] = 0.0
+        for place in reversed(self.problem.places):
+            stage, start, end = place
+            length = bound.before[stage][start] + bound.lengths[place] + bound.rest[stage + 1][end]
+            self.least[place] = max(self.least[place], length)
+            worst[stage][start] = min(worst[stage][start], max(self.least[place], worst[stage + 1][end]))
+        self.worst = worst
 
 
 def _length(counts: tuple[int, int, int, int], times: StageTimes) -> float:

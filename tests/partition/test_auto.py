@@ -105,6 +105,18 @@ def test_the_layer_beside_a_heavy_head_moves_away():
     assert choice.others["uniform"] == 3 * (12 + 11 * 5)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_fifty_layers_on_eight_ranks_are_proven(name):
+    draw = random.Random(0)
+    layers = [LayerCosts(f"block.{i}", *(1 + draw.random() / 10 for _ in range(3)), 1, 1, 1) for i in range(49)]
+    layers.append(LayerCosts("head", 2.5, 2.5, 2.5, 1, 1, 1))
+    choice = auto(layers, write(name, 8, 16), search_seconds=60)
+    assert choice.cuts == 85_900_584
+    assert choice.proven
+    assert choice.examined < 2000
+    assert choice.makespan <= min(choice.others.values())
+
+
 def test_a_search_out_of_time_says_how_far_it_may_be():
     draw = random.Random(1)
     layers = [LayerCosts(f"layer.{i}", *(draw.random() for _ in range(6))) for i in range(40)]
