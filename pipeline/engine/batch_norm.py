@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 class _Deferred(_BatchNorm):
@@ -52,6 +53,10 @@ class _Deferred(_BatchNorm):
         self.batch_mean += apart * (count / total)
         self.batch_count.copy_(total)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled by the class that it was made of: its own has no name in any file."""
+        return _blank, (type(self).__bases__[1],), self.__dict__
+
     def begin(self) -> None:
         """Forget what an abandoned step collected."""
         for sum_ in (self.batch_count, self.batch_mean, self.batch_squares):
@@ -76,6 +81,11 @@ class _Deferred(_BatchNorm):
 @functools.cache
 def _deferred(kind: Any) -> type[_Deferred]:
     return type(f"Deferred{kind.__name__}", (_Deferred, kind), {})
+
+
+def _blank(kind: Any) -> _Deferred:
+    made = _deferred(kind)
+    return made.__new__(made)
 
 
 def defer(root: nn.Module) -> None:
@@ -110,16 +120,21 @@ def commit(modules: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def statistics_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While open, BatchNorm normalizes as in training but leaves its statistics."""
+    """While open, BatchNorm and InstanceNorm normalize as in training but leave their statistics."""
     modules = list(modules)
+    hidden = [(norm, name, norm._buffers[name]) for norm in _instance_norms(modules) for name in _AVERAGES]
     tracking, collecting = list(_norms(modules)), [norm for norm in _deferred_norms(modules) if norm.collects]
     for norm in tracking:
         norm.track_running_stats = False
     for deferred in collecting:
         deferred.collects = False
+    for instance_norm, name, _ in hidden:  # it moves whatever averages it has
+        instance_norm._buffers[name] = None
     try:
         yield
     finally:
+        for instance_norm, name, average in hidden:
+            instance_norm._buffers[name] = average
         for norm in tracking:
             norm.track_running_stats = True
         for deferred in collecting:
@@ -130,6 +145,16 @@ def _norms(modules: Iterable[nn.Module]) -> Iterator[_BatchNorm]:
     for root in modules:
         for module in root.modules():
             if isinstance(module, _BatchNorm) and module.track_running_stats:
+                yield module
+
+
+_AVERAGES = ("running_mean", "running_var")
+
+
+def _instance_norms(modules: Iterable[nn.Module]) -> Iterator[_InstanceNorm]:
+    for root in modules:
+        for module in root.modules():
+            if isinstance(module, _InstanceNorm):
                 yield module
 
 

@@ -193,7 +193,7 @@ class Stage:
             return self.loss(value, targets) / weight
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """While open, BatchNorm normalizes as in training but leaves its statistics: they moved in F."""
+        """While open, normalizations compute as in training but leave their statistics: they moved in F."""
         return batch_norm.statistics_kept(self.modules)
 
     def begin_step(self) -> None:

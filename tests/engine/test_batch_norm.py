@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +23,16 @@ from pipeline.engine.transport import InProcessTransport
 from pipeline.schedule import library
 from pipeline.training.rank import Rank
 from pipeline.training.settings import ActivationCheckpointSettings, OptimizerSettings
-from tests.engine.harness import assert_close, microbatches_of, outcome, placement, plan_for, settings_for, step
+from tests.engine.harness import (
+    assert_close,
+    microbatches_of,
+    outcome,
+    pipelined,
+    placement,
+    plan_for,
+    settings_for,
+    step,
+)
 from tests.engine.samples import chain, images, vectors
 
 DEFERRED = replace(placement(), defers_batch_norm=True)
@@ -245,6 +255,42 @@ def test_a_cumulative_average_moves_as_pytorchs_microbatch_after_microbatch():
     assert_same_statistics(ranks[0].stages[0].modules[0], expected)
     counts = (1, 1)
     assert measure_footprint(model, counts, placement(), *vectors(3)).activation
+
+
+class PairsNormalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
+
+    def forward(self, x):
+        return self.norm(x.view(-1, 2, 2)).reshape(-1, 4)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_instance_norm_counts_a_recomputed_microbatch_once(checkpoint):
+    model, (inputs, targets) = chain([PairsNormalized, partial(nn.Linear, 4, 4)]), vectors(8)
+    once, again = (
+        pipelined(settings_for("1f1b", 2, 4, 8, checkpoint=mode), model, inputs, targets).buffers
+        for mode in ("never", checkpoint)
+    )
+    assert set(once) >= {"0.norm.running_mean", "0.norm.running_var"}
+    assert all(torch.equal(again[name], value) for name, value in once.items())
+
+
+def test_a_deferred_norm_can_be_copied_and_pickled():
+    norm = moved(nn.BatchNorm1d(4), vectors(6)[0].split(3))
+    for found in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(found) is type(norm)
+        assert_same_statistics(found, norm, 0)
+
+
+def test_a_recomputation_does_not_collect():
+    norm, values = nn.BatchNorm1d(4), vectors(6)[0]
+    batch_norm.defer(norm)
+    norm(values)
+    with batch_norm.statistics_kept([norm]), batch_norm.statistics_kept([norm]):
+        norm(values)
+    assert norm.batch_count == 6
 
 
 def test_a_stage_defers_only_if_told():
