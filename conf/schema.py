@@ -78,6 +78,20 @@ class ResNet(Target):
 
 
 @dataclass
+class TorchvisionModel(Target):
+    """A VGG, vision transformer or ConvNeXt: models/torchvision_models.py."""
+
+    function: ClassVar[str] = "models.torchvision_models:torchvision_model"
+    kind: ClassVar[str] = "images"
+    architecture: str = described("vgg16", "torchvision's name: vgg*, vit_* or convnext_*")
+    classes: int = described("${oc.select:data.classes,1000}", "image classes; the default is the data's")
+    image_size: int = described(
+        "${oc.select:data.size,224}", "pixels a side that vit_* takes; the default is the data's"
+    )
+    seed: int = described("${oc.select:seed,0}", "decides the starting weights; the default is the run's")
+
+
+@dataclass
 class Text(DataTarget):
     """What the text sets share."""
 
@@ -179,7 +193,7 @@ GROUPS = ("schedule", "model", "data", "partition", "precision", "activation_che
 """The groups that take exactly one option; `experiment` and `debug` change several of these, and may be combined."""
 
 SCHEMAS: Mapping[str, Mapping[str, type[Target]]] = {
-    "model": {"gpt": Gpt, "resnet": ResNet},
+    "model": {"gpt": Gpt, "resnet": ResNet, "torchvision": TorchvisionModel},
     "data": {
         "python_text": PythonText,
         "text_file": TextFile,
