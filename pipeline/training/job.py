@@ -6,8 +6,9 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from pipeline.training.settings import Settings
 from pipeline.training.signals import sigterm_raises
 from pipeline.training.trainer import Data, Trainer
 from pipeline.training.transports import open_transport
-from pipeline.training.verdict import one_failure
+from pipeline.training.verdict import as_one_failure
 from pipeline.training.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -108,29 +109,30 @@ def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
         Exception: whatever ended the ranks of this process.
     """
     settings = job.settings
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sigterm_raises())
+    with sigterm_raises():
         if rendezvous.is_launched():
             board = Board.in_memory(1)
-            report = stack.enter_context(_recorded(recorder, board))
-            stack.enter_context(one_failure(board, job.plan.programs, settings.timeout))
-            _train_here(job, board.marker(0), report)
+            rank = partial(_train_here, job, board.marker(0))
+            judged = partial(as_one_failure, board, job.plan.programs, settings.timeout)
+            _record(recorder, board, lambda report: judged(partial(rank, report)))
         elif settings.launch == "in_process":
             board = Board.in_memory(settings.pp)
-            _train_in_process(job, board, stack.enter_context(_recorded(recorder, board)))
+            _record(recorder, board, partial(_train_in_process, job, board))
         else:
-            shared = stack.enter_context(contextlib.closing(SharedBoard(settings.pp)))
-            _train_in_processes(job, shared, stack.enter_context(_recorded(recorder, shared)), log_file)
+            with contextlib.closing(SharedBoard(settings.pp)) as shared:
+                _record(recorder, shared, partial(_train_in_processes, job, shared, log_file))
 
 
-@contextlib.contextmanager
-def _recorded(recorder: Recorder | None, board: Board) -> Iterator[Report]:
+def _record(recorder: Recorder | None, board: Board, run: Callable[[Report], None]) -> None:
+    """Run with what takes the messages, and record how it ends.
+
+    No context manager: a signal that raises while Python leaves one can skip what it does on leaving.
+    """
     if recorder is None:
-        yield lambda message: None
-        return
+        return run(lambda message: None)
     try:
         recorder.start()
-        yield recorder
+        run(recorder)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         recorder.finish("interrupted" if interrupted else "failed", _describe(error), steps_done=board.steps_done())
@@ -147,7 +149,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _train_in_processes(job: Job, board: SharedBoard, report: Report, log_file: Path) -> None:
+def _train_in_processes(job: Job, board: SharedBoard, log_file: Path, report: Report) -> None:
     """All ranks, in local processes that move their markers on the board."""
     watch = Watch(board)
     try:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.engine.standing import Activity, Board, Standing
@@ -20,14 +19,16 @@ _log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 1.0  # for a likelier cause than a lost peer to show up
 
 
-@contextmanager
-def one_failure(board: Board, programs: Mapping[Activity, Schedule], timeout: float) -> Iterator[None]:
-    """Turn an error inside into what it is in the light of the other ranks; answer when they ask.
+def as_one_failure(
+    board: Board, programs: Mapping[Activity, Schedule], timeout: float, run: Callable[[], None]
+) -> None:
+    """Run; turn an error into what it is in the light of the other ranks; answer when they ask.
 
     Args:
         board: holds this rank's standing alone.
         programs: what all ranks run, by activity.
         timeout: seconds that a message may take, for the report.
+        run: this rank's part.
 
     Raises:
         RankFailure: a rank failed or was lost; where all stood is in it on the rank that tells.
@@ -36,9 +37,12 @@ def one_failure(board: Board, programs: Mapping[Activity, Schedule], timeout: fl
     call = RollCall(rendezvous.shared_store(), rendezvous.rank(), rendezvous.world_size())
     answer_from_a_thread(board)
     try:
-        yield
+        try:
+            run()
+        except BaseException:
+            deaf()  # the launcher's signal may come before this: then its SystemExit goes the same way
+            raise
     except BaseException as error:
-        deaf()
         raise Verdict(call, programs, timeout).on(error) from error
 
 

@@ -52,7 +52,7 @@ def job_for(settings, build_model=SMALL, build_data=None):
     build_data = build_data or partial(text_data, settings.batch_size)
     plan = make_plan(settings, build_model(), TensorSpec.of(build_data().train.inputs(0)), CPU)
     in_process = settings.launch == "in_process"
-    return Job(settings, plan, Devices("cpu", in_process, "gloo"), build_model, build_data, 2)
+    return Job(settings, plan, Devices("cpu", in_process, "gloo"), build_model, build_data, 2, tokens=True)
 
 
 def record_of(job, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from torch.distributed import TCPStore
@@ -13,7 +14,8 @@ from pipeline.training import rendezvous, roll_call
 from pipeline.training import verdict as verdict_module
 from pipeline.training.failures import Cause, NonFiniteError, RankFailure
 from pipeline.training.roll_call import RollCall, answer_from_a_thread
-from pipeline.training.verdict import Verdict, one_failure
+from pipeline.training.signals import sigterm_raises
+from pipeline.training.verdict import Verdict, as_one_failure
 from tests.training.test_hang_report import PROGRAMS
 
 pytestmark = pytest.mark.timeout(60)
@@ -124,21 +126,37 @@ def test_without_a_store_the_error_stays_what_it_was(caplog):
     assert "the other ranks could not be asked where they stand: Broken pipe" in caplog.text
 
 
-def test_in_the_block_errors_become_failures_and_signals_are_ignored_from_then_on(ranks, monkeypatch):
+@pytest.fixture
+def only_rank(ranks, monkeypatch):
+    """Rank 0 of one, whose signal handlers are put back."""
     monkeypatch.setattr(rendezvous, "rank", lambda: 0)
     monkeypatch.setattr(rendezvous, "world_size", lambda: 1)
     monkeypatch.setattr(rendezvous, "shared_store", lambda: ranks.store)
     monkeypatch.setattr(rendezvous, "new_store", ranks.connect)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with one_failure(ranks.boards[0], PROGRAMS, 30):
-            assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
-        with (
-            pytest.raises(RankFailure, match="rank 0 raised KeyError: 'labels'"),
-            one_failure(ranks.boards[0], PROGRAMS, 30),
-        ):
-            raise KeyError("labels")
-        assert all(signal.getsignal(number) is signal.SIG_IGN for number in before)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    yield ranks
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def fails():
+    raise KeyError("labels")
+
+
+def test_errors_become_failures_and_signals_are_ignored_from_then_on(only_rank):
+    before = signal.getsignal(signal.SIGTERM)
+    as_one_failure(only_rank.boards[0], PROGRAMS, 30, lambda: None)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(RankFailure, match="rank 0 raised KeyError: 'labels'"):
+        as_one_failure(only_rank.boards[0], PROGRAMS, 30, fails)
+    assert all(signal.getsignal(number) is signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM))
+
+
+def test_a_signal_just_before_signals_are_ignored_is_judged_as_well(only_rank, monkeypatch):
+    """The launcher's SIGTERM came while Python left a context manager: no verdict, and `GeneratorExit` as the error."""
+    monkeypatch.setattr(verdict_module, "deaf", partial(signal.raise_signal, signal.SIGTERM))
+    judged = []
+    monkeypatch.setattr(Verdict, "_on_signal", lambda self, error: judged.append(error) or RankFailure(1, "is gone"))
+    with sigterm_raises(), pytest.raises(RankFailure, match="rank 1 is gone"):
+        as_one_failure(only_rank.boards[0], PROGRAMS, 30, fails)
+    assert [error.code for error in judged] == [143]
