@@ -60,15 +60,10 @@ class Rank:
             silence = Silence(self.placement.device)
             rehearse(Executor(self.rank, program, self.stages, self.plan.boundaries, silence), batch)
 
-    def gradients(self) -> list[Tensor]:
-        """Every gradient once."""
-        return [parameter.grad for parameter in self._unique if parameter.grad is not None]
-
-    def counted_gradients(self, tied_ranks: Mapping[str, tuple[int, ...]]) -> list[Tensor]:
-        """The gradients that this rank counts in the model's norm: a tied one is counted where its owner is."""
+    def counted_parameters(self, tied_ranks: Mapping[str, tuple[int, ...]]) -> list[nn.Parameter]:
+        """The parameters that this rank counts in the model's norm: a tied one is counted where its owner is."""
         elsewhere = {alias for alias, owner in self.plan.tied.items() if owner in tied_ranks}
-        counted = {id(p): p for name, p in self.parameters.items() if name not in elsewhere}
-        return [parameter.grad for parameter in counted.values() if parameter.grad is not None]
+        return list(dict.fromkeys(p for name, p in self.parameters.items() if name not in elsewhere))
 
     def step(self, learning_rate: float) -> None:
         """Let the optimizer move the parameters."""

@@ -10,19 +10,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipeline.engine.executor import Microbatches, StepResult, run
+from pipeline.engine.executor import Microbatches, StepResult
 from pipeline.engine.model import Loss
 from pipeline.engine.standing import Activity
-from pipeline.training import gradients
 from pipeline.training.failures import NonFiniteError
 from pipeline.training.group import Group
 from pipeline.training.measurement import Measurement
 from pipeline.training.messages import Prediction, StepMetrics, ValidationMetrics
 from pipeline.training.optimizer import learning_rate
-from pipeline.training.plan import Plan, split
+from pipeline.training.plan import Plan
 from pipeline.training.precision import LossScale
 from pipeline.training.prediction import PREDICTED_AFTER
 from pipeline.training.rank import Rank
+from pipeline.training.ranks import Ranks
 from pipeline.training.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -91,19 +91,16 @@ class Trainer:
         report: Callable[[object], None],
     ) -> None:
         self.settings = settings
-        self.plan = plan
-        self.ranks = tuple(ranks)
-        self._loss = loss
+        self.ranks = Ranks(plan, ranks, loss, group)
         self._data = data
         self._group = group
         self._validation_batches = validation_batches
         self._report = report
         self._reports = 0 in group.local
-        self._tied_ranks = plan.tied_ranks()
         self._scale = LossScale.start(settings.precision.loss_scale)
         self._measurement = Measurement(
             plan,
-            self.ranks,
+            self.ranks.ranks,
             group,
             batch_size=settings.batch_size,
             shared_memory=shared_memory,
@@ -129,12 +126,12 @@ class Trainer:
             last = step + 1 == settings.steps
             if settings.validate_every and (last or (step + 1) % settings.validate_every == 0):
                 validation_loss = self.validate(step + 1)
-        self._enter(Activity.REPORTING)
+        self.ranks.enter(Activity.REPORTING)
         self._predict()
         finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began)
         if self._reports:
             self._report(finished)
-        self._enter(Activity.DONE)
+        self.ranks.enter(Activity.DONE)
 
     def _compile(self) -> None:
         """Compile before anybody waits for a message."""
@@ -148,10 +145,9 @@ class Trainer:
         """The mean loss over the first held-out batches; weights, statistics and RNG stay."""
         losses = []
         for index in range(self._validation_batches):
-            batch = self._batch(index, validation=True)
-            results = run([rank.evaluator for rank in self.ranks], [batch] * len(self.ranks))
-            self._enter(Activity.LOGGING)
-            losses.append(self._total_loss(results))
+            results = self.ranks.evaluate(self._batch(index, validation=True))
+            self.ranks.enter(Activity.LOGGING)
+            losses.append(self.ranks.mean_loss(results))
         loss = sum(losses) / len(losses)
         if self._reports:
             self._report(ValidationMetrics(step, loss))
@@ -159,8 +155,7 @@ class Trainer:
 
     def _train_step(self, step: int, logged: bool) -> float:
         began = time.perf_counter()
-        batch = self._batch(step)
-        results = run([rank.trainer for rank in self.ranks], [batch] * len(self.ranks))
+        results = self.ranks.train(self._batch(step))
         norm, skipped = self._update(step)
         seconds = time.perf_counter() - began
         self._measurement.record(seconds, [result.events for result in results])
@@ -176,37 +171,23 @@ class Trainer:
 
     def _batch(self, index: int, validation: bool = False) -> Microbatches:
         """The batch as the local ranks need it: stages that take no input load none."""
-        self._enter(Activity.LOADING, index)
-        first, last = (any(getattr(rank, end) for rank in self.ranks) for end in ("holds_first", "holds_last"))
+        self.ranks.enter(Activity.LOADING, index)
         part = None if self._data is None else self._data.validation if validation else self._data.train
-        inputs = part.inputs(index) if part is not None and first else None
-        targets = part.targets(index) if part is not None and last else None
-        sizes = self.plan.microbatch_sizes
-        return Microbatches(
-            step=index,
-            sizes=sizes,
-            inputs=None if inputs is None else split(inputs, sizes),
-            targets=None if targets is None else split(targets, sizes),
-            weight=1.0 if targets is None else self._loss.weight(targets),
-            loss_scale=1.0 if validation else self._scale.value,
-        )
+        inputs = part.inputs(index) if part is not None and self.ranks.holds_first else None
+        targets = part.targets(index) if part is not None and self.ranks.holds_last else None
+        return self.ranks.cut(index, inputs, targets, loss_scale=1.0 if validation else self._scale.value)
 
     def _update(self, step: int) -> tuple[float, bool]:
-        """Sum tied gradients, take the norm, clip, step the optimizers. The norm, and whether the step was skipped."""
-        self._enter(Activity.SUMMING_TIED)
-        parameters = {rank.rank: rank.parameters for rank in self.ranks}
-        gradients.sum_tied_gradients(parameters, self.plan.tied, self._tied_ranks, self._group)
-        self._enter(Activity.TAKING_NORM)
-        counted = {rank.rank: rank.counted_gradients(self._tied_ranks) for rank in self.ranks}
-        norm = gradients.global_norm(counted, self._group) / self._scale.value
-        self._enter(Activity.UPDATING)
+        """Take the norm, clip, step the optimizers. The norm, and whether the step was skipped."""
+        norm = self.ranks.gradient_norm() / self._scale.value
+        self.ranks.enter(Activity.UPDATING)
         overflow = not math.isfinite(norm)
         if overflow and not self._scale.can_shrink:
             raise NonFiniteError(f"the gradient's norm is {norm} at step {step + 1}: lower optimizer.learning_rate")
         if not overflow:
             self._step_optimizers(step, self._factor(norm))
+        self.ranks.clear_gradients()
         for rank in self.ranks:
-            rank.clear_gradients()
             rank.marker.finish_step()
         self._scale.update(overflow=overflow)
         return norm, overflow
@@ -219,18 +200,13 @@ class Trainer:
 
     def _step_optimizers(self, step: int, factor: float) -> None:
         rate = learning_rate(self.settings.optimizer, step, self.settings.steps)
+        self.ranks.scale_gradients(factor)
         for rank in self.ranks:
-            gradients.scale_gradients(rank.gradients(), factor)
             rank.step(rate)
 
-    def _total_loss(self, results: Sequence[StepResult]) -> float:
-        """The loss, which one rank has, on every rank."""
-        shares = [0.0 if result.loss is None else float(result.loss) for result in results]
-        return sum(self._group.gather_floats(shares))
-
     def _log_step(self, step: int, results: Sequence[StepResult], norm: float, skipped: bool, seconds: float) -> float:
-        self._enter(Activity.LOGGING)
-        loss = self._total_loss(results)
+        self.ranks.enter(Activity.LOGGING)
+        loss = self.ranks.mean_loss(results)
         if not math.isfinite(loss) and not self._scale.dynamic:
             raise NonFiniteError(f"the loss is {loss} at step {step + 1}: lower optimizer.learning_rate")
         last, prediction = self._measurement.last_step(), self._prediction
@@ -254,10 +230,6 @@ class Trainer:
                 )
             )
         return loss
-
-    def _enter(self, activity: Activity, step: int | None = None) -> None:
-        for rank in self.ranks:
-            rank.marker.enter(activity, step)
 
     def _tokens(self, samples: float) -> float | None:
         if self._data is None or self._data.kind != "text":

@@ -90,7 +90,7 @@ class Run:
 
     @property
     def ranks(self) -> Sequence[Rank]:
-        return self.trainer.ranks
+        return self.trainer.ranks.ranks
 
     def state(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for rank in self.ranks for name, tensor in rank.state_dict().items()}

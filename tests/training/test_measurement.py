@@ -22,7 +22,7 @@ def test_what_the_end_reports():
     ]
     assert all(report.peak_memory_bytes is None for report in finished.ranks), "the ranks share a memory"
     assert min(event.start for row in finished.events for event in row) == 0
-    for row, program in zip(finished.events, run.trainer.plan.program.compute_only().rows, strict=True):
+    for row, program in zip(finished.events, run.trainer.ranks.plan.program.compute_only().rows, strict=True):
         assert [event.action for event in row] == list(program)
 
 
@@ -52,7 +52,7 @@ def measured_alone(*steps):
     """What a run of one rank ends with, each step given as its duration and its events' times (start, end)."""
     trainer = prepare(settings_to_train("1f1b", 1, 1, 4, 1), linears(2), vector_data(4)).trainer
     group = trainer._group
-    measurement = Measurement(trainer.plan, trainer.ranks, group, batch_size=4, shared_memory=False)
+    measurement = Measurement(trainer.ranks.plan, trainer.ranks.ranks, group, batch_size=4, shared_memory=False)
     bubbles = []
     for seconds, times in steps:
         row = zip(one_f_one_b(1, 1).rows[0], times, strict=True)

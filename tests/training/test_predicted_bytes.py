@@ -21,7 +21,7 @@ def predicted_and_measured(model, data, settings):
     run = prepare(settings, model, data)
     trainer = run.trainer
     inputs, targets = data.train.inputs(0), data.train.targets(0)
-    plan = with_predicted_bytes(trainer.plan, settings, model, inputs, targets, CPU)
+    plan = with_predicted_bytes(trainer.ranks.plan, settings, model, inputs, targets, CPU)
     trainer.train()
     return plan, tuple(rank.peak_activation_bytes for rank in run.finished.ranks)
 

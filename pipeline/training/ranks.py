@@ -1,0 +1,130 @@
+"""A batch through the pipeline: what the ranks of a process do with it, and together with those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from pipeline.engine.executor import Microbatches, StepResult, run
+from pipeline.engine.model import Loss
+from pipeline.engine.standing import Activity
+from pipeline.training import gradients
+from pipeline.training.group import Group
+from pipeline.training.plan import Plan, split
+from pipeline.training.rank import Rank
+
+
+class Ranks:
+    """The ranks of this process; the other processes make the same calls with theirs, in the same order.
+
+    Args:
+        plan: the same in every process.
+        ranks: those in this process, ascending.
+        loss: the model's, for its weight.
+        group: all ranks.
+    """
+
+    def __init__(self, plan: Plan, ranks: Sequence[Rank], loss: Loss, group: Group) -> None:
+        self.plan = plan
+        self.ranks = tuple(ranks)
+        self.group = group
+        self._loss = loss
+        self._tied = plan.tied_ranks()
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self.ranks)
+
+    @property
+    def holds_first(self) -> bool:
+        """Whether the model's input goes in here."""
+        return any(rank.holds_first for rank in self.ranks)
+
+    @property
+    def holds_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return any(rank.holds_last for rank in self.ranks)
+
+    def cut(self, step: int, inputs: Tensor | None, targets: Tensor | None, *, loss_scale: float = 1.0) -> Microbatches:
+        """A whole batch as microbatches.
+
+        Args:
+            step: with the seed decides every random number.
+            inputs, targets: the batch, (samples, ...); None where no local rank takes them.
+            loss_scale: what the gradients are multiplied by.
+        """
+        sizes = self.plan.microbatch_sizes
+        return Microbatches(
+            step=step,
+            sizes=sizes,
+            inputs=None if inputs is None else split(inputs, sizes),
+            targets=None if targets is None else split(targets, sizes),
+            weight=1.0 if targets is None else self._loss.weight(targets),
+            loss_scale=loss_scale,
+        )
+
+    def train(self, batch: Microbatches) -> list[StepResult]:
+        """Forward and backward: add the gradients of the whole batch's mean loss to `.grad`, tied ones summed.
+
+        Raises:
+            ActionError: an action of the program failed.
+        """
+        before = self._set_tied_aside()
+        results = run([rank.trainer for rank in self.ranks], [batch] * len(self.ranks))
+        self.enter(Activity.SUMMING_TIED)
+        local = {rank.rank: rank.parameters for rank in self.ranks}
+        gradients.sum_tied_gradients(local, self.plan.tied, self._tied, self.group)
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return results
+
+    def evaluate(self, batch: Microbatches) -> list[StepResult]:
+        """Forward alone, in evaluation mode; weights, statistics and random numbers stay as they are.
+
+        Raises:
+            ActionError: an action of the program failed.
+        """
+        return run([rank.evaluator for rank in self.ranks], [batch] * len(self.ranks))
+
+    def mean_loss(self, results: Sequence[StepResult]) -> float:
+        """The whole batch's loss, which one rank has, in every process."""
+        shares = [0.0 if result.loss is None else float(result.loss) for result in results]
+        return sum(self.group.gather_floats(shares))
+
+    def gradient_norm(self) -> float:
+        """The Euclidean norm of the whole model's gradient, a tied parameter counted once; in every process."""
+        self.enter(Activity.TAKING_NORM)
+        counted = {
+            rank.rank: [p.grad for p in rank.counted_parameters(self._tied) if p.grad is not None]
+            for rank in self.ranks
+        }
+        return gradients.global_norm(counted, self.group)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient of this process in place."""
+        gradients.scale_gradients([p.grad for p in self.parameters() if p.grad is not None], factor)
+
+    def clear_gradients(self) -> None:
+        """Drop every gradient."""
+        for rank in self.ranks:
+            rank.clear_gradients()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Every parameter of this process, once."""
+        return list(dict.fromkeys(parameter for rank in self.ranks for parameter in rank.parameters.values()))
+
+    def enter(self, activity: Activity, step: int | None = None) -> None:
+        """Show what this process does from now on."""
+        for rank in self.ranks:
+            rank.marker.enter(activity, step)
+
+    def _set_tied_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take away what earlier steps left in parameters whose copies are summed: that is a sum already."""
+        owners = self.plan.tied
+        found = {
+            p for rank in self.ranks for name, p in rank.parameters.items() if owners.get(name, name) in self._tied
+        }
+        before = [(parameter, parameter.grad) for parameter in found if parameter.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        return before
