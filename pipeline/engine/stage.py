@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -192,6 +194,18 @@ class Stage:
             assert targets is not None, "the last stage's rank loads the targets"
             return self.loss(value, targets) / weight
 
+    @contextmanager
+    def watched(self, look: Callable[[int, object], None]) -> Iterator[None]:
+        """While open, `look` is told what each layer gives, by its position; the loss has the one after the last."""
+        calls, loss = self._calls, self.loss
+        self._calls = tuple(partial(_call_and_look, look, index, call) for index, call in enumerate(calls))
+        if loss is not None:
+            self.loss = partial(_call_and_look, look, len(calls), loss)
+        try:
+            yield
+        finally:
+            self._calls, self.loss = calls, loss
+
     def recomputing(self) -> AbstractContextManager[None]:
         """While open, normalizations compute as in training but leave their statistics: they moved in F."""
         return batch_norm.statistics_kept(self.modules)
@@ -203,3 +217,9 @@ class Stage:
     def commit_step(self) -> None:
         """Move what moves once a training step, when all of it is done."""
         batch_norm.commit(self.modules)
+
+
+def _call_and_look(look: Callable[[int, object], None], position: int, call: Callable[..., Any], *inputs: Any) -> Any:
+    output = call(*inputs)
+    look(position, output)
+    return output

@@ -36,18 +36,25 @@ def sum_tied_gradients(
         group.sum_gradients(ranks, gradients)
 
 
-def global_norm(local: Mapping[int, Sequence[Tensor]], group: Group) -> float:
+def global_norm(
+    local: Mapping[int, Sequence[Tensor]], group: Group, losses: Mapping[int, Tensor | None] | None = None
+) -> float:
     """The Euclidean norm over the gradients of all ranks; the same number on every rank.
+
+    It is not finite where a loss isn't either, so that one message a step tells every rank of both.
 
     Args:
         local: for each local rank the gradients that it counts: its own, without copies that another rank counts.
+        losses: those of the local ranks that have one.
     """
-    squares = [_norm(local[rank]) ** 2 for rank in group.local]
+    squares = [_norm(local[rank], (losses or {}).get(rank)) ** 2 for rank in group.local]
     return math.sqrt(sum(group.gather_floats(squares)))
 
 
-def _norm(gradients: Sequence[Tensor]) -> float:
-    return float(get_total_norm(gradients)) if gradients else 0.0
+def _norm(gradients: Sequence[Tensor], loss: Tensor | None) -> float:
+    norm = get_total_norm(gradients) if gradients else torch.zeros(())
+    # on the device, so that it is waited for once; 0 x inf is not a number
+    return float(norm if loss is None else norm + 0 * loss.detach())
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:

@@ -84,7 +84,7 @@ class Measurement:
         profile = Profile.of(steps, self._plan.program, self._plan.microbatch_sizes)
         return predict(profile, profiled, [self._seconds[index] for index in at], steps, turns=self._replayed)
 
-    def finish(self, train_loss: float, validation_loss: float | None, seconds: float) -> Finished:
+    def finish(self, train_loss: float, validation_loss: float | None, seconds: float, skipped_steps: int) -> Finished:
         """The whole run, as all ranks measured it. Every process must call it."""
         common = summarize(self._gather_steps(spread(self._times, _GATHERED_STEPS)), self._plan.program)
         reports = self._group.gather([self._rank_report(index) for index in range(len(self._ranks))])
@@ -101,6 +101,7 @@ class Measurement:
             seconds=seconds,
             bubble_span_measured=common.bubble_span,
             idle=common.idle,
+            skipped_steps=skipped_steps,
         )
 
     @property

@@ -14,7 +14,8 @@ class StepMetrics:
 
     `bubble_measured` is the makespan bubble of this step, None where nothing was traced, as are the other measured
     ones; `idle` are the seconds of each rank. What is predicted is None until a prediction was made. `skipped` says
-    that fp16 overflowed and the optimizer did not move.
+    that fp16 overflowed or something was not finite, and the optimizer did not move; `skipped_steps` counts such steps,
+    this one included.
     """
 
     step: int
@@ -30,6 +31,7 @@ class StepMetrics:
     idle: tuple[Idle, ...] | None = None
     step_seconds_predicted: float | None = None
     bubble_span_predicted: float | None = None
+    skipped_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Finished:
     seconds: float
     bubble_span_measured: float | None = None
     idle: tuple[Idle, ...] = ()
+    skipped_steps: int = 0
 
 
 Message = StepMetrics | ValidationMetrics | RankReport | Prediction | Finished

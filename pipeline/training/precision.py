@@ -75,6 +75,6 @@ class LossScale:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
-            self.value /= 2
+            self.value = max(1.0, self.value / 2)
         elif self.good_steps == self.growth_interval:
             self.value, self.good_steps = self.value * 2, 0

@@ -73,7 +73,7 @@ class ProgressLine:
     def _text(self, metrics: StepMetrics, now: float) -> str:
         parts = [f"loss {metrics.loss:.4f}"]
         if metrics.skipped:
-            parts.append("skipped (overflow)")
+            parts.append("skipped (not finite)")
         if self._live is not None and self._validation is not None:
             parts.append(f"validation {self._validation:.4f}")
         parts.append(f"{rate_text(metrics.samples_per_second)} samples/s")

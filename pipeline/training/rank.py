@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.engine.activations import ActivationMeter
@@ -42,6 +43,7 @@ class Rank:
         self.evaluator.clock = None  # what a validation's actions take is nobody's question
         self.parameters = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
+        self._kept: list[Tensor] = []
         self.optimizer = build_optimizer(optimizer, self._unique)
 
     @property
@@ -75,6 +77,23 @@ class Rank:
         """Drop every gradient."""
         for parameter in self._unique:
             parameter.grad = None
+
+    def keep_buffers(self) -> None:
+        """Remember BatchNorm's statistics and the like, which forwards move."""
+        if self._kept:  # for every layer of every step: one kernel for many small tensors, into memory that is there
+            torch._foreach_copy_(self._kept, self._buffers())
+        else:
+            self._kept = [buffer.clone() for buffer in self._buffers()]
+
+    def restore_buffers(self) -> None:
+        """Put back what was kept."""
+        if self._kept:
+            torch._foreach_copy_(self._buffers(), self._kept)
+
+    def _buffers(self) -> list[Tensor]:
+        return [
+            b for stage in self.stages.values() for _, b in stage.named_tensors() if not isinstance(b, nn.Parameter)
+        ]
 
     def tie_clock(self) -> None:
         """Set the clock that times this rank's actions by the host's; waits for a GPU."""

@@ -91,14 +91,19 @@ class Ranks:
         shares = [0.0 if result.loss is None else float(result.loss) for result in results]
         return sum(self.group.gather_floats(shares))
 
-    def gradient_norm(self) -> float:
-        """The Euclidean norm of the whole model's gradient, a tied parameter counted once; in every process."""
+    def gradient_norm(self, results: Sequence[StepResult] = ()) -> float:
+        """The Euclidean norm of the whole model's gradient, a tied parameter counted once; in every process.
+
+        Args:
+            results: of `train`, if the norm shall not be finite where the loss isn't.
+        """
         self.enter(Activity.TAKING_NORM)
         counted = {
             rank.rank: [p.grad for p in rank.counted_parameters(self._tied) if p.grad is not None]
             for rank in self.ranks
         }
-        return gradients.global_norm(counted, self.group)
+        losses = {rank.rank: result.loss for rank, result in zip(self.ranks, results, strict=False)}
+        return gradients.global_norm(counted, self.group, losses)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient of this process in place."""
@@ -108,6 +113,16 @@ class Ranks:
         """Drop every gradient."""
         for rank in self.ranks:
             rank.clear_gradients()
+
+    def keep_buffers(self) -> None:
+        """Remember what forwards move besides gradients, to be put back should the step be skipped."""
+        for rank in self.ranks:
+            rank.keep_buffers()
+
+    def restore_buffers(self) -> None:
+        """Put back what was kept."""
+        for rank in self.ranks:
+            rank.restore_buffers()
 
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter of this process, once."""

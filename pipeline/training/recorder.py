@@ -173,6 +173,7 @@ class Recorder:
         done = self._finished
         if done is not None:
             return {
+                "skipped_steps": done.skipped_steps,
                 "train_loss": done.train_loss,
                 "validation_loss": done.validation_loss,
                 "samples_per_second": done.samples_per_second,
@@ -185,6 +186,7 @@ class Recorder:
         bubbles = [step.bubble_measured for step in self._steps if step.bubble_measured is not None]
         spans = [step.bubble_span_measured for step in self._steps if step.bubble_span_measured is not None]
         return {
+            "skipped_steps": self._steps[-1].skipped_steps if self._steps else 0,
             "train_loss": self._steps[-1].loss if self._steps else None,
             "validation_loss": self._validation.loss if self._validation else None,
             "samples_per_second": _median([step.samples_per_second for step in self._steps]),

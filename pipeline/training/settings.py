@@ -167,6 +167,9 @@ class Settings:
     compile: bool = described(False, "fuse every layer's operators with torch.compile, before the first step")
     timeout: float = described(300.0, "seconds that a message may take before the job ends with an error")
     gradient_clip: float | None = described(1.0, "largest norm of the whole model's gradient; null: not clipped")
+    on_nonfinite: str = described(
+        "stop", "a loss or gradient that is not finite: stop, or skip the step (100 in a row)"
+    )
     log_every: int = described(10, "steps between log entries")
     validate_every: int = described(100, "steps between validations; one always follows the last step; 0: none at all")
     schedule: ScheduleSettings = described(ScheduleSettings, "schedule")
@@ -255,6 +258,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "transport": ("auto", "gloo"),
     "batch_norm": ("microbatch", "deferred"),
+    "on_nonfinite": ("stop", "skip"),
     "schedule.release": ("end", "each"),
     "schedule.objective": ("makespan", "span"),
     "schedule.placement": ("line", "v"),

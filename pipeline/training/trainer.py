@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.engine.executor import Microbatches, StepResult
 from pipeline.engine.model import Loss
 from pipeline.engine.standing import Activity
+from pipeline.training import nonfinite
 from pipeline.training.failures import NonFiniteError
 from pipeline.training.group import Group
 from pipeline.training.measurement import Measurement
@@ -98,6 +99,8 @@ class Trainer:
         self._report = report
         self._reports = 0 in group.local
         self._scale = LossScale.start(settings.precision.loss_scale)
+        self._skips = nonfinite.Skips()
+        self._may_skip = settings.on_nonfinite == "skip" or self._scale.dynamic
         self._measurement = Measurement(
             plan,
             self.ranks.ranks,
@@ -128,7 +131,7 @@ class Trainer:
                 validation_loss = self.validate(step + 1)
         self.ranks.enter(Activity.REPORTING)
         self._predict()
-        finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began)
+        finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began, self._skips.total)
         if self._reports:
             self._report(finished)
         self.ranks.enter(Activity.DONE)
@@ -155,8 +158,11 @@ class Trainer:
 
     def _train_step(self, step: int, logged: bool) -> float:
         began = time.perf_counter()
-        results = self.ranks.train(self._batch(step))
-        norm, skipped = self._update(step)
+        batch = self._batch(step)
+        if self._may_skip:
+            self.ranks.keep_buffers()
+        results = self.ranks.train(batch)
+        norm, skipped = self._update(batch, results)
         seconds = time.perf_counter() - began
         self._measurement.record(seconds, [result.events for result in results])
         if step + 1 == PREDICTED_AFTER:
@@ -177,20 +183,38 @@ class Trainer:
         targets = part.targets(index) if part is not None and self.ranks.holds_last else None
         return self.ranks.cut(index, inputs, targets, loss_scale=1.0 if validation else self._scale.value)
 
-    def _update(self, step: int) -> tuple[float, bool]:
+    def _update(self, batch: Microbatches, results: Sequence[StepResult]) -> tuple[float, bool]:
         """Take the norm, clip, step the optimizers. The norm, and whether the step was skipped."""
-        norm = self.ranks.gradient_norm() / self._scale.value
+        norm = self.ranks.gradient_norm(results) / self._scale.value
+        skipped = not math.isfinite(norm)
+        if skipped:
+            self._skip(batch, results, norm)
         self.ranks.enter(Activity.UPDATING)
-        overflow = not math.isfinite(norm)
-        if overflow and not self._scale.can_shrink:
-            raise NonFiniteError(f"the gradient's norm is {norm} at step {step + 1}: lower optimizer.learning_rate")
-        if not overflow:
-            self._step_optimizers(step, self._factor(norm))
+        if not skipped:
+            self._step_optimizers(batch.step, self._factor(norm))
         self.ranks.clear_gradients()
         for rank in self.ranks:
             rank.marker.finish_step()
-        self._scale.update(overflow=overflow)
-        return norm, overflow
+        self._scale.update(overflow=skipped)
+        self._skips.update(skipped=skipped)
+        return norm, skipped
+
+    def _skip(self, batch: Microbatches, results: Sequence[StepResult], norm: float) -> None:
+        """Leave everything as it was before the step, or stop."""
+        if not self._scale.can_shrink:
+            self._tell(batch, self.ranks.mean_loss(results), norm)
+        self.ranks.restore_buffers()
+
+    def _tell(self, batch: Microbatches, loss: float, norm: float) -> None:
+        """Say where a step stopped being finite: as an error, or as a warning, once for steps in a row."""
+        stop = self._skips.must_stop(self.settings.on_nonfinite)
+        if stop is None and self._skips.in_a_row:
+            return
+        what = nonfinite.describe(loss, norm, batch.step, nonfinite.find(self.ranks, batch))
+        if stop is not None:
+            raise NonFiniteError(f"{what}: lower optimizer.learning_rate{stop}")
+        if self._reports:
+            _log.warning("%s: this step is skipped", what)
 
     def _factor(self, norm: float) -> float:
         """What gradients are multiplied by: the loss scale taken out, and the norm clipped."""
@@ -207,8 +231,6 @@ class Trainer:
     def _log_step(self, step: int, results: Sequence[StepResult], norm: float, skipped: bool, seconds: float) -> float:
         self.ranks.enter(Activity.LOGGING)
         loss = self.ranks.mean_loss(results)
-        if not math.isfinite(loss) and not self._scale.dynamic:
-            raise NonFiniteError(f"the loss is {loss} at step {step + 1}: lower optimizer.learning_rate")
         last, prediction = self._measurement.last_step(), self._prediction
         if self._reports:
             samples = self.settings.batch_size / seconds
@@ -223,6 +245,7 @@ class Trainer:
                     tokens_per_second=self._tokens(samples),
                     bubble_measured=last.bubble,
                     skipped=skipped,
+                    skipped_steps=self._skips.total,
                     bubble_span_measured=last.bubble_span,
                     idle=last.idle,
                     step_seconds_predicted=None if prediction is None else prediction.step_seconds,

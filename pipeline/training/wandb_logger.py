@@ -85,6 +85,7 @@ class WandbLogger:
             "step_seconds_predicted": metrics.step_seconds_predicted,
             **_by_cause("idle", list(map(asdict, metrics.idle or ()))),
             "skipped": int(metrics.skipped) if metrics.skipped else None,
+            "skipped_steps": metrics.skipped_steps or None,
         }
         self._log(metrics.step, {name: value for name, value in values.items() if value is not None})
 

@@ -13,7 +13,8 @@ from tests.conf.compose import CONF, choices, compose, configured, groups, optio
 
 TOP_LEVEL = [
     *("task", "launch", "device", "share_gpu", "transport", "seed", "pp", "microbatches", "batch_size", "steps"),
-    *("prefetch", "compile", "timeout", "gradient_clip", "log_every", "validate_every", "costs", "batch_norm"),
+    *("prefetch", "compile", "timeout", "gradient_clip", "on_nonfinite", "log_every", "validate_every", "costs"),
+    "batch_norm",
 ]
 SINGLE = ["schedule", "model", "partition", "data", "precision", "activation_checkpoint", "optimizer", "logger"]
 GLOBAL = ["experiment", "debug"]

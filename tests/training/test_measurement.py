@@ -58,7 +58,7 @@ def measured_alone(*steps):
         row = zip(one_f_one_b(1, 1).rows[0], times, strict=True)
         measurement.record(seconds, [tuple(Event(0, action, start, end) for action, (start, end) in row)])
         bubbles.append(measurement.last_step().bubble)
-    return measurement.finish(1.5, None, 9.0), bubbles
+    return measurement.finish(1.5, None, 9.0, 0), bubbles
 
 
 def test_the_end_tells_of_the_median_step():

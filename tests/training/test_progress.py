@@ -100,7 +100,7 @@ def test_validations_and_skipped_steps_are_shown() -> None:
     line.log_step(step(1, loss=float("nan"), skipped=True))
     line.log_validation(ValidationMetrics(1, 2.75))
     first, second = output.getvalue().splitlines()
-    assert "loss nan | skipped (overflow)" in first
+    assert "loss nan | skipped (not finite)" in first
     assert second == "step 1/100 | validation loss 2.7500"
 
 
