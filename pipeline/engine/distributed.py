@@ -32,12 +32,13 @@ def naming(what: str) -> Iterator[None]:
         raise PeerError(f"a peer was lost while {what}: {reason(error)}") from error
 
 
-def channels(schedules: Iterable[Schedule]) -> tuple[Channel, ...]:
-    """Every channel that the programs use, in an order that all ranks agree on."""
+def channels(schedules: Iterable[Schedule], replicas: int = 1) -> tuple[Channel, ...]:
+    """Every channel that the programs use in each replica of the pipeline, in an order that all ranks agree on."""
     return tuple(
         sorted(
             {
-                channel(action, schedule.stage_to_rank)
+                channel(action, tuple(replica * schedule.pp + rank for rank in schedule.stage_to_rank))
+                for replica in range(replicas)
                 for schedule in schedules
                 for row in schedule.rows
                 for action in row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,10 @@ class ActionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Microbatches:
-    """One step's batch as this rank needs it: the microbatches' sizes, and the tensors of the end stages it holds."""
+    """One step's batch as this rank needs it: the microbatches' sizes, and the tensors of the end stages it holds.
+
+    `first` is the number of the first one among those of all replicas; `weight` is the whole batch's.
+    """
 
     step: int
     sizes: tuple[int, ...]
@@ -40,6 +43,7 @@ class Microbatches:
     targets: tuple[Tensor, ...] | None
     weight: float
     loss_scale: float = 1.0
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -81,12 +85,13 @@ class Executor:
     """Runs one rank's row of a lowered schedule.
 
     Args:
-        rank: the row to run.
+        rank: of all replicas' ranks: it runs row `rank % pp`, and its messages stay in replica `rank // pp`.
         schedule: the complete program of all ranks: compute, recomputation and communication.
         stages: the rank's stages by index.
         boundaries: for each microbatch size what every stage receives (`pipeline.engine.boundary.boundaries`).
         transport: moves messages; the other ranks' executors must use its other ends.
         marker: moved with every action, so that others can see where this rank stands.
+        reduce: begins to sum a stage's gradients over the replicas, if there are several.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Executor:
         boundaries: Mapping[int, Sequence[TensorSpec]],
         transport: Transport,
         marker: Marker | None = None,
+        reduce: Callable[[int], None] | None = None,
     ) -> None:
         self.rank = rank
         self.schedule = schedule
@@ -104,7 +110,9 @@ class Executor:
         self._boundaries = boundaries
         self._transport = transport
         self._marker = marker or Board.in_memory(1).marker(0)
-        self._row = schedule.rows[rank]
+        self._place = rank % schedule.pp
+        self._row = schedule.rows[self._place]
+        self._reduce_stage = reduce or _nothing_to_reduce
         self._wires = wires(schedule, rank)
         self._device = next(iter(stages.values())).placement.device
         self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
@@ -226,7 +234,7 @@ class Executor:
                 self._send(state, send)
 
     def _reduce(self, state: StepState, action: Action) -> None:
-        """A single replica has nothing to reduce; a stage's gradient is complete as it stands."""
+        self._reduce_stage(action.stage)
 
     def _deferred(self, action: Action) -> WeightGradients | None:
         if (action.stage, action.microbatch) not in self._split:
@@ -240,9 +248,8 @@ class Executor:
         if stage.loss is not None:
             assert batch.targets is not None, "the last stage's rank loads the targets"
             targets = batch.targets[action.microbatch].to(self._device)
-        return partial(
-            stage.forward, targets=targets, weight=batch.weight, step=batch.step, microbatch=action.microbatch
-        )
+        number = batch.first + action.microbatch
+        return partial(stage.forward, targets=targets, weight=batch.weight, step=batch.step, microbatch=number)
 
     # What goes in and out of a pass
 
@@ -320,8 +327,13 @@ class Executor:
         return nullcontext() if self.meter is None else self.meter.excluding(given)
 
     def _describe(self, action: Action, step: int, error: Exception) -> str:
-        marked = grid(self.schedule, mark={(self.rank, self.position)}, width=160)
+        first = self.rank - self._place
+        marked = grid(self.schedule, mark={(self._place, self.position)}, width=160, first_rank=first)
         return f"rank {self.rank} failed in {action} (microbatch {action.microbatch}) of step {step}: {error}\n{marked}"
+
+
+def _nothing_to_reduce(stage: int) -> None:
+    """A single replica's gradients are complete as they stand."""
 
 
 def run(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> list[StepResult]:

@@ -33,17 +33,18 @@ class Wire:
 
 
 def wires(schedule: Schedule, rank: int) -> dict[Action, Wire]:
-    """The wire of every action of a rank's row, and of every part of one."""
-    actions = {part for action in schedule.rows[rank] for part in (action, *action.parts)}
-    return {action: _wire(action, schedule) for action in actions}
+    """The wire of every action of a rank's row, and of every part of one. A channel has the numbers of all ranks."""
+    replica, row = divmod(rank, schedule.pp)
+    holders = tuple(replica * schedule.pp + holder for holder in schedule.stage_to_rank)
+    actions = {part for action in schedule.rows[row] for part in (action, *action.parts)}
+    return {action: _wire(action, schedule, holders) for action in actions}
 
 
-def _wire(action: Action, schedule: Schedule) -> Wire:
+def _wire(action: Action, schedule: Schedule, ranks: tuple[int, ...]) -> Wire:
     if action.type.is_communication:
         moved = message(action)
-        return Wire(None, None, (), Transfer(moved, channel(action, schedule.stage_to_rank), moved.boundary + 1))
+        return Wire(None, None, (), Transfer(moved, channel(action, ranks), moved.boundary + 1))
     taken = [takes(part, schedule.stages) for part in action.compute]
-    ranks = schedule.stage_to_rank
     awaits = tuple(
         moved for moved in taken if moved is not None and ranks[moved.source_stage] != ranks[moved.destination_stage]
     )

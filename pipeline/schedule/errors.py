@@ -21,15 +21,17 @@ def schedule_error(problem: str, schedule: Schedule, marks: Iterable[Place] = ()
     return ScheduleError(f"{schedule.name}: {problem}\n{marked_rows(schedule, frozenset(marks))}")
 
 
-def marked_rows(schedule: Schedule, marks: frozenset[Place], width: int = 118) -> str:
+def marked_rows(schedule: Schedule, marks: frozenset[Place], width: int = 118, first_rank: int = 0) -> str:
     """The rows in program order, one line a rank, each clipped around its first mark, shown as `>1B2<`.
 
-    Of many ranks only the marked ones are shown.
+    Of many ranks only the marked ones are shown. `first_rank` is what the first row's rank is called.
     """
     marked = {rank for rank, _ in marks}
     shown = [rank for rank in range(schedule.pp) if schedule.pp <= _ROWS_SHOWN or rank in marked]
-    digits = len(str(schedule.pp - 1))
-    lines = [f"rank {rank:>{digits}}  {_row_text(schedule, rank, marks, width - digits - 7)}" for rank in shown]
+    digits = len(str(first_rank + schedule.pp - 1))
+    lines = [
+        f"rank {first_rank + rank:>{digits}}  {_row_text(schedule, rank, marks, width - digits - 7)}" for rank in shown
+    ]
     if len(shown) < schedule.pp:
         lines.append(f"({schedule.pp - len(shown)} more ranks)")
     return "\n".join(lines)

@@ -28,13 +28,15 @@ def grid(
     costs: CostModel | None = None,
     mark: Action | Collection[Place] | None = None,
     width: int | None = None,
+    first_rank: int = 0,
 ) -> str:
     """Draw the compute actions where `costs` (nominal ones if None) put them; dashes show what takes longer.
 
     `mark`, an action or (rank, position) pairs, shows culprits as `>1B2<`. What is wider than `width` is wrapped into
     blocks of time, all ranks at the same slots; dashes at a block's start go on with what began before it. Of more
     than three blocks, those without a phase's bar or a mark are left out between the first and the last. A schedule
-    that cannot run, or a marked send or receive, is drawn in program order instead.
+    that cannot run, or a marked send or receive, is drawn in program order instead. `first_rank` is what the first
+    row's rank is called: those of a pipeline's replicas are numbered on.
     """
     places = _places(schedule, mark)
     title = f"{schedule.name}: {_count(schedule.pp, 'rank')}, {_count(schedule.microbatches, 'microbatch')}"
@@ -43,9 +45,12 @@ def grid(
     except ScheduleError:
         events = None
     if events is None or not all(schedule.rows[rank][at].type.is_compute for rank, at in places):
-        return f"{_fill(f'{title} (program order)', width)}\n{marked_rows(schedule, places, width or 10**9)}"
+        return (
+            f"{_fill(f'{title} (program order)', width)}\n{marked_rows(schedule, places, width or 10**9, first_rank)}"
+        )
     legend = "forward only" if schedule.forward_only else "warmup | steady | cooldown"
-    return "\n".join([_fill(f"{title} ({legend})", width), *_timed_rows(schedule, events, places, width)])
+    labels = _labels(first_rank, schedule.pp)
+    return "\n".join([_fill(f"{title} ({legend})", width), *_timed_rows(schedule, events, places, labels, width)])
 
 
 def _places(schedule: Schedule, mark: Action | Collection[Place] | None) -> frozenset[Place]:
@@ -64,12 +69,19 @@ def _fill(title: str, width: int | None) -> str:
     return title if width is None or len(title) <= width else textwrap.fill(title, max(1, width))
 
 
+def _labels(first: int, count: int) -> list[str]:
+    return [f"rank {rank:>{len(str(first + count - 1))}}  " for rank in range(first, first + count)]
+
+
 def _timed_rows(
-    schedule: Schedule, events: Sequence[Sequence[Event]], places: frozenset[Place], width: int | None
+    schedule: Schedule,
+    events: Sequence[Sequence[Event]],
+    places: frozenset[Place],
+    labels: Sequence[str],
+    width: int | None,
 ) -> list[str]:
     words = [_words(schedule, rank, places) for rank in range(schedule.pp)]
     slots = [_slots(row, _unit(events)) for row in events]
-    labels = [f"rank {rank:>{len(str(schedule.pp - 1))}}  " for rank in range(schedule.pp)]
     drawn = [one for row in zip(words, slots, strict=True) for one in zip(*row, strict=True)]
     narrow = 1 + max((_room(*one) for one in drawn), default=0)
     wide = 1 + max((len(word) for word, _ in drawn), default=0)

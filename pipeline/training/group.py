@@ -1,8 +1,9 @@
-"""What ranks do together besides passing activations and gradients: gathering, and summing tied gradients."""
+"""What ranks do together besides passing activations and gradients: gathering, and summing gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, TypeVar
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pipeline.engine.clock_offset import Comparison, compare, exchange
 from pipeline.engine.distributed import naming, new_group
+from pipeline.engine.reduction import Sum
 from pipeline.engine.standing import Board, Marker
 from pipeline.training import rendezvous
 
@@ -50,12 +52,20 @@ class Group(Protocol):
     def sum_gradients(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         """Replace each local gradient (by rank) with the sum over the ranks in `key`, in place."""
 
+    def add(self, rank: int, key: Hashable, tensor: Tensor) -> Sum:
+        """Begin to add `tensor` of a local rank to those of its like in the other replicas; wait by calling the result.
+
+        The ranks that are each other's like must do it in the same order. The sum may lie where `tensor` does, and is
+        the same to the last bit in all replicas.
+        """
+
 
 class LocalGroup:
-    """All ranks in this process."""
+    """All ranks in this process: of `dp` replicas of a pipeline with `pp` ranks, one replica after the other."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, pp: int, dp: int = 1) -> None:
+        self._pp, self._size = pp, pp * dp
+        self._given: dict[tuple[int, Hashable], dict[int, Tensor]] = defaultdict(dict)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -90,11 +100,25 @@ class LocalGroup:
         for gradient in gradients.values():
             gradient.copy_(total)
 
+    def add(self, rank: int, key: Hashable, tensor: Tensor) -> Sum:
+        """The first who waits sums in rank order: by then every replica has given its part."""
+        place = rank % self._pp, key
+        self._given[place][rank] = tensor
+        return partial(self._summed, place, tensor)
+
+    def _summed(self, place: tuple[int, Hashable], tensor: Tensor) -> Tensor:
+        given = self._given.pop(place, {})
+        if given:
+            self.sum_gradients(tuple(sorted(given)), given)
+        return tensor
+
 
 class DistributedGroup:
-    """One rank a process. Small things go over gloo; tied gradients over `backend`, where the tensors are.
+    """One rank a process. Small things go over gloo; gradients over `backend`, where the tensors are.
 
     Args:
+        rank, size: of all replicas of the pipeline, one after the other.
+        dp: replicas.
         tied: the sets of ranks that `sum_gradients` will be called for, the same on every rank.
         backend: "nccl" or "gloo"; gloo stages GPU tensors through the host.
         timeout: seconds a collective may take.
@@ -110,12 +134,16 @@ class DistributedGroup:
         backend: str,
         timeout: float,
         marker: Marker | None = None,
+        dp: int = 1,
     ) -> None:
         self._rank, self._size, self._backend = rank, size, backend
         self._meetings = 0
         self._marker = marker or Board.in_memory(1).marker(0)
         self._control = new_group(range(size), "gloo", timeout)
         self._tied = {key: new_group(key, backend, timeout) for key in sorted(set(tied))}
+        pp = size // dp
+        alike = [new_group(range(first, size, pp), backend, timeout) for first in range(pp if dp > 1 else 0)]
+        self._replicas = next((group for group in alike if group is not None), None)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -183,9 +211,26 @@ class DistributedGroup:
 
     def _sum(self, key: tuple[int, ...], gradients: Mapping[int, Tensor]) -> None:
         for gradient in gradients.values():
-            if self._backend == "gloo" and gradient.device.type != "cpu":
+            if self._stages(gradient):
                 staged = gradient.cpu()
                 dist.all_reduce(staged, group=self._tied[key])
                 gradient.copy_(staged)
             else:
                 dist.all_reduce(gradient, group=self._tied[key])
+
+    def add(self, rank: int, key: Hashable, tensor: Tensor) -> Sum:
+        """An all-reduce that goes on beside the schedule."""
+        there = tensor.cpu() if self._stages(tensor) else tensor
+        what = f"rank {rank} summed gradients over the replicas"
+        with naming(what):
+            work = dist.all_reduce(there, group=self._replicas, async_op=True)
+        return partial(self._waited, work, there, tensor.device, what)
+
+    def _waited(self, work: dist.Work, there: Tensor, device: torch.device, what: str) -> Tensor:
+        with naming(what), self._marker.waiting():
+            work.wait()
+        return there.to(device)
+
+    def _stages(self, tensor: Tensor) -> bool:
+        """Whether the backend takes it from the host alone."""
+        return self._backend == "gloo" and tensor.device.type != "cpu"

@@ -119,7 +119,10 @@ def collectives(_: object, send: Callable[[object], None]) -> None:
     group.meet()
     met = [store.check([f"rank {other} comes"]) for other in range(3)]
     group.meet()
-    send((rank, group.local, group.size, floats, objects, gradient.tolist(), met))
+    replicas = DistributedGroup(rank, 3, tied=[], backend="gloo", timeout=60, dp=3)
+    sums = [replicas.add(rank, key, torch.tensor([key * 10.0**rank])) for key in (1, 2)]
+    added = [wait().item() for wait in sums]
+    send((rank, group.local, group.size, floats, objects, gradient.tolist(), met, added))
     rendezvous.leave()
 
 

@@ -109,18 +109,20 @@ def test_there_is_a_channel_for_each_direction_and_kind():
     assert list(channels([program])) == sorted(one_way)
     # in a loop at pp=2 stage 1 on rank 1 sends to stage 2 on rank 0
     assert list(channels([wrapped])) == sorted([*one_way, Channel(1, 0, "activation"), Channel(0, 1, "gradient")])
+    assert set(channels([program], replicas=2)) == {*one_way, Channel(2, 3, "activation"), Channel(3, 2, "gradient")}
 
 
 def test_collectives_among_processes():
     messages = []
     launch(targets.collectives, None, 3, on_message=messages.append)
-    for rank, local, size, floats, objects, gradient, met in messages:
+    for rank, local, size, floats, objects, gradient, met, added in messages:
         assert met == [True, True, True]
         assert local == (rank,)
         assert size == 3
         assert floats == [0.1, 1.1, 2.1]
         assert objects == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert gradient == ([10.0, 10.0] if rank == 1 else [101.0, 101.0])
+        assert added == [111.0, 222.0]
     assert len(messages) == 3
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 
 from models.resnet import resnet
-from pipeline.engine.executor import ActionError, Microbatches, StepState, run
+from pipeline.engine.executor import ActionError, Executor, Microbatches, StepState, run
 from pipeline.engine.trace import HostClock, Trace
+from pipeline.engine.transport import InProcessTransport
 from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.lowering import lower
 from pipeline.schedule.schedule import Schedule
 from tests.engine.harness import (
     assert_equal_outcomes,
@@ -385,3 +388,58 @@ def test_inputs_are_loaded_by_their_forward(dtype):
 
 def test_a_batch_knows_its_number_of_microbatches():
     assert len(Microbatches(0, (2, 2, 1), None, None, 1.0)) == 3
+
+
+# Replicas of a pipeline
+
+
+class AddsARandomNumber(nn.Module):
+    """The first that is drawn for the microbatch."""
+
+    def forward(self, x):
+        return x + torch.rand(())
+
+
+def test_microbatches_are_numbered_on_over_replicas():
+    """The second half of a batch in a second replica draws what it would draw in one pipeline."""
+    model = replace(chain([partial(nn.Linear, 4, 4), AddsARandomNumber]), stochastic=True)
+    inputs, targets = vectors(8)
+    whole = plan_for(settings_for("1f1b", 2, 4, 8), model, inputs)
+    half = plan_for(settings_for("1f1b", 2, 2, 4), model, inputs[:4])
+    batch = microbatches_of(whole, model, inputs, targets)
+    expected = step(build_ranks(whole, model), batch)[1].loss
+    found = 0
+    for first in (0, 2):
+        piece = slice(first, first + 2)
+        part = replace(batch, sizes=(2, 2), inputs=batch.inputs[piece], targets=batch.targets[piece], first=first)
+        found += step(build_ranks(half, model), part)[1].loss
+    assert found.item() == pytest.approx(expected.item(), rel=1e-14)
+
+
+def second_replica(model, inputs, reduce=None):
+    """Ranks 2 and 3 of two replicas of a pipeline of two."""
+    plan = plan_for(settings_for("1f1b", 2, 4, 8), model, inputs)
+    plan = replace(plan, program=lower(plan.schedule, replicas=2))
+    stages = [rank.stages for rank in build_ranks(plan, model)]
+    transport = InProcessTransport()
+    return plan, [
+        Executor(2 + row, plan.program, held, plan.boundaries, transport, reduce=reduce)
+        for row, held in enumerate(stages)
+    ]
+
+
+def test_a_rank_of_another_replica_runs_the_row_of_its_like_and_reduces_each_stage_once():
+    model, (inputs, targets) = linears(4), vectors(8)
+    reduced = []
+    plan, executors = second_replica(model, inputs, reduced.append)
+    results = run(executors, [microbatches_of(plan, model, inputs, targets)] * 2)
+    assert [result.loss is None for result in results] == [True, False]
+    assert sorted(reduced) == [0, 1]
+    assert {event.rank for event in results[0].events} == {2}
+
+
+def test_an_error_calls_the_rank_by_its_number_among_all():
+    model, (inputs, targets) = chain([partial(nn.Linear, 4, 4), partial(Breaks, 4, 4)]), vectors(8)
+    plan, executors = second_replica(model, inputs)
+    with pytest.raises(ActionError, match=r"rank 3 failed in 1F2 .*\n(.*\n)*rank 2 .*\nrank 3 .*>F2<"):
+        run(executors, [microbatches_of(plan, model, inputs, targets)] * 2)

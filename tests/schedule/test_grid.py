@@ -236,3 +236,10 @@ def test_a_marked_pair() -> None:
     row = tuple(map(Action.parse, ["0F0", "0F1", "(1F0;0B1)OVERLAP_F_B"]))
     drawn = grid(Schedule("stuck", (row,), (0, 0), 2), mark=row[2])
     assert lines(drawn)[1] == "rank 0  0F0 0F1 >(1F0;0B1)OVERLAP_F_B<"
+
+
+def test_ranks_are_called_by_their_numbers_among_all():
+    schedule = one_f_one_b(2, 2)
+    assert grid(schedule, first_rank=10).replace("rank 10", "rank 0").replace("rank 11", "rank 1") == grid(schedule)
+    in_order = grid(lower(schedule), mark={(1, 0)}, first_rank=10)
+    assert [line.partition("  ")[0] for line in in_order.splitlines()[1:]] == ["rank 10", "rank 11"]
