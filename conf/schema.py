@@ -28,14 +28,14 @@ class Target:
 
     function: ClassVar[str]
     kind: ClassVar[str]
-    """"text" or "images": what a model takes and what a data set gives."""
+    """"text" or "images": what a model takes and what a data set gives; of a model also "any"."""
 
     def builder(self, **more: Any) -> Callable[[], Any]:
         """The function with its arguments, picklable. Imported only now, so that help and composing stay quick."""
         module, _, name = self.function.partition(":")
-        return partial(getattr(importlib.import_module(module), name), **self.arguments(), **more)
+        return partial(getattr(importlib.import_module(module), name), **self.keywords(), **more)
 
-    def arguments(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """The fields that the function takes; a path is relative to where the command was given."""
         fields = asdict(self)
         return {name: to_absolute_path(value) if name == "path" else value for name, value in fields.items()}
@@ -47,9 +47,9 @@ class DataTarget(Target):
 
     validation_batches: int = described(8, "held-out batches that a validation averages over")
 
-    def arguments(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         """Without what the trainer reads."""
-        return {name: value for name, value in super().arguments().items() if name != "validation_batches"}
+        return {name: value for name, value in super().keywords().items() if name != "validation_batches"}
 
 
 @dataclass
@@ -73,20 +73,34 @@ class ResNet(Target):
 
     function: ClassVar[str] = "models.resnet:resnet"
     kind: ClassVar[str] = "images"
-    depth: int = described(152, "18, 50, 101 or 152")
+    depth: int = described(152, "18, 34, 50, 101 or 152")
     classes: int = described("${oc.select:data.classes,1000}", "image classes; the default is the data's")
 
 
 @dataclass
 class TorchvisionModel(Target):
-    """A VGG, vision transformer or ConvNeXt: models/torchvision_models.py."""
+    """A VGG, vision transformer, ConvNeXt or wide ResNet: models/torchvision_models.py."""
 
     function: ClassVar[str] = "models.torchvision_models:torchvision_model"
     kind: ClassVar[str] = "images"
-    architecture: str = described("vgg16", "torchvision's name: vgg*, vit_* or convnext_*")
+    architecture: str = described("vgg16", "torchvision's name: vgg*, vit_*, convnext_*, resnext* or wide_resnet*")
     classes: int = described("${oc.select:data.classes,1000}", "image classes; the default is the data's")
     image_size: int = described(
         "${oc.select:data.size,224}", "pixels a side that vit_* takes; the default is the data's"
+    )
+    seed: int = described("${oc.select:seed,0}", "decides the starting weights; the default is the run's")
+
+
+@dataclass
+class Custom(Target):
+    """A model of the user's own: models/custom.py."""
+
+    function: ClassVar[str] = "models.custom:custom"
+    kind: ClassVar[str] = "any"
+    target: str = described("???", "module:name of what builds it: an nn.Sequential, a module with layers, or a Model")
+    arguments: dict[str, Any] = described({}, "what it is called with, model.arguments.depth=3")
+    initialization: str = described(
+        "whole", "starting weights: whole (built on each rank's CPU, then cut) or layers (each by reset_parameters)"
     )
     seed: int = described("${oc.select:seed,0}", "decides the starting weights; the default is the run's")
 
@@ -193,7 +207,7 @@ GROUPS = ("schedule", "model", "data", "partition", "precision", "activation_che
 """The groups that take exactly one option; `experiment` and `debug` change several of these, and may be combined."""
 
 SCHEMAS: Mapping[str, Mapping[str, type[Target]]] = {
-    "model": {"gpt": Gpt, "resnet": ResNet, "torchvision": TorchvisionModel},
+    "model": {"gpt": Gpt, "resnet": ResNet, "torchvision": TorchvisionModel, "custom": Custom},
     "data": {
         "python_text": PythonText,
         "text_file": TextFile,
@@ -213,12 +227,23 @@ def register() -> None:
     store.store(name="schema", node=Config)
     for group, nodes in SCHEMAS.items():
         for name, node in nodes.items():
-            store.store(group=f"schema/{group}", name=name, node=node)
+            store.store(group=f"schema/{group}", name=name, node=_open(node))
     OmegaConf.register_new_resolver("fields", lambda: fields_help(SCHEMAS), replace=True)
     OmegaConf.register_new_resolver("groups", groups_help, replace=True)
     OmegaConf.register_new_resolver("run_directory", _run_directory, replace=True)
     OmegaConf.register_new_resolver("output_subdirectory", _output_subdirectory, replace=True)
     OmegaConf.register_new_resolver("writer", _writer, replace=True)
+
+
+def _open(shape: type[Target]) -> DictConfig:
+    """The shape as Hydra takes it; a dictionary's keys are the user's, so that no + has to be put before them."""
+    node = OmegaConf.structured(shape)
+    for name in node:
+        value = node._get_node(name)
+        if OmegaConf.get_type(value) is dict:
+            OmegaConf.set_struct(value, False)
+    assert isinstance(node, DictConfig), "made of a dataclass"
+    return node
 
 
 def check_choices(choices: Mapping[str, Any]) -> None:
@@ -262,7 +287,7 @@ def to_config(composed: DictConfig) -> Config:
         return config
     if config.data.validation_batches < 1:
         raise ValueError(f"data.validation_batches={config.data.validation_batches} is too small: use 1 or more")
-    if config.model.kind != config.data.kind:
+    if config.model.kind not in ("any", config.data.kind):
         cures = {"text": "data=python_text or model=resnet18", "images": "data=glyphs or model=gpt"}
         raise ValueError(
             f"the model takes {config.model.kind} and the data gives {config.data.kind}: use {cures[config.model.kind]}"

@@ -27,6 +27,7 @@ class Architecture:
 
 ARCHITECTURES = {
     18: Architecture(BasicBlock, (2, 2, 2, 2)),
+    34: Architecture(BasicBlock, (3, 4, 6, 3)),
     50: Architecture(Bottleneck, (3, 4, 6, 3)),
     101: Architecture(Bottleneck, (3, 4, 23, 3)),
     152: Architecture(Bottleneck, (3, 8, 36, 3)),
@@ -62,7 +63,7 @@ class Head(nn.Module):
 
 
 def resnet(*, depth: int, classes: int) -> Model:
-    """ResNet of depth 18, 50, 101 or 152 for images (batch, 3, height, width) and targets (batch,) int64.
+    """ResNet of depth 18, 34, 50, 101 or 152 for images (batch, 3, height, width) and targets (batch,) int64.
 
     Parameter and buffer names are those of `torchvision.models.resnet<depth>`. Another depth is a ValueError.
     """

@@ -1,4 +1,4 @@
-"""torchvision's VGG, ViT and ConvNeXt out of its own modules, cut into layers; names are those of its state dicts."""
+"""torchvision's VGG, ViT, ConvNeXt and wide ResNets, cut into layers; names are those of its state dicts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models as torchvision_models
 from torchvision.models.convnext import ConvNeXt
+from torchvision.models.resnet import ResNet
 from torchvision.models.vgg import VGG
 from torchvision.models.vision_transformer import Encoder, VisionTransformer
 
@@ -18,7 +19,7 @@ from models.loss import CrossEntropy
 from models.model import Model
 from models.pieces import Piece, Pieces, flattened
 
-PREFIXES = ("vgg", "vit_", "convnext_")
+PREFIXES = ("vgg", "vit_", "convnext_", "resnext", "wide_resnet")
 
 
 def torchvision_model(*, architecture: str, classes: int, image_size: int = 224, seed: int = 0) -> Model:
@@ -51,12 +52,14 @@ def _whole(architecture: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def cut(whole: nn.Module) -> list[Piece]:
-    """The layers of a VGG, a vision transformer or a ConvNeXt."""
+    """The layers of a VGG, a ResNet, a vision transformer or a ConvNeXt."""
     if isinstance(whole, VGG):
         return list(_vgg(whole))
     if isinstance(whole, ConvNeXt):
         head = nn.Sequential(OrderedDict(avgpool=whole.avgpool, classifier=whole.classifier))
         return [*flattened(whole.features, "features."), Piece("head", "", head)]
+    if isinstance(whole, ResNet):
+        return list(_resnet(whole))
     assert isinstance(whole, VisionTransformer), "one of PREFIXES"
     blocks = flattened(whole.encoder.layers, "encoder.layers.")
     return [Piece("patches", "", Patches(whole)), *blocks, Piece("head", "", ClassTokenHead(whole))]
@@ -75,6 +78,16 @@ def _vgg(whole: VGG) -> Iterator[Piece]:
                 parts, first = OrderedDict(), key
             parts[key] = module
         yield Piece(f"{name}.{first}", f"{name}.", nn.Sequential(parts))
+
+
+def _resnet(whole: ResNet) -> Iterator[Piece]:
+    """A stem, a layer a block, a head."""
+    stem = OrderedDict(conv1=whole.conv1, bn1=whole.bn1, relu=whole.relu, maxpool=whole.maxpool)
+    yield Piece("stem", "", nn.Sequential(stem))
+    for group in ("layer1", "layer2", "layer3", "layer4"):
+        yield from flattened(whole.get_submodule(group), f"{group}.")
+    head = OrderedDict(avgpool=whole.avgpool, flatten=nn.Flatten(1), fc=whole.fc)
+    yield Piece("head", "", nn.Sequential(head))
 
 
 class Patches(nn.Module):

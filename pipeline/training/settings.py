@@ -10,8 +10,8 @@ from typing import Any
 def described(default: Any, text: str) -> Any:
     """A field with a default value and the one line that `--help` shows for it."""
     metadata = {"help": text}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

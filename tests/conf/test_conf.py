@@ -48,8 +48,8 @@ def test_every_option_composes_and_passes_the_checks(group: str, option: str) ->
     schema.check_choices(found)
     named = getattr(config, group, None)
     assert getattr(named, "name", option) == option
-    config.model.arguments()
-    config.data.arguments()
+    config.model.keywords()
+    config.data.keywords()
 
 
 @pytest.mark.parametrize("schedule", options("schedule"))

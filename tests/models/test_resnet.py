@@ -39,7 +39,7 @@ def test_layers_in_sequence_equal_torchvision(depth: int) -> None:
         assert torch.equal(state[name], buffer), name
 
 
-@pytest.mark.parametrize("depth", [18, 50, 101, 152])
+@pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
 def test_names_and_shapes_merge_into_torchvision(depth: int) -> None:
     model = resnet(depth=depth, classes=1000)
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def test_unknown_parameter_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("depth", "nearest"), [(34, 18), (20, 18), (150, 152), (60, 50), (0, 18)])
 def test_unknown_depth_names_the_nearest(depth: int, nearest: int) -> None:
-    message = f"resnet has no depth {depth}, only 18, 50, 101, 152: use depth={nearest}, the nearest"
+    message = f"resnet has no depth {depth}, only 18, 34, 50, 101, 152: use depth={nearest}, the nearest"
     with pytest.raises(ValueError, match=message):
         resnet(depth=depth, classes=2)
 

@@ -12,7 +12,7 @@ from torchvision import models as torchvision_models
 from models.torchvision_models import torchvision_model
 from tests.models.whole import initialized, whole_state
 
-CASES = {"vgg11": 32, "vgg11_bn": 32, "vit_b_16": 32, "convnext_tiny": 32}
+CASES = {"vgg11": 32, "vgg11_bn": 32, "vit_b_16": 32, "convnext_tiny": 32, "resnext50_32x4d": 32}
 
 
 @pytest.mark.parametrize(("name", "size"), CASES.items())
@@ -43,6 +43,7 @@ def test_layer_names() -> None:
     convolutions = [f"features.{index}" for index in (0, 3, 6, 8, 11, 13, 16, 18)]
     assert names("vgg11") == [*convolutions, "classifier.0", "classifier.3", "classifier.6"]
     assert names("vit_b_16") == ["patches", *(f"encoder.layers.encoder_layer_{i}" for i in range(12)), "head"]
+    assert names("wide_resnet50_2")[:4] == ["stem", "layer1.0", "layer1.1", "layer1.2"]
     assert names("convnext_tiny")[:5] == ["features.0", *(f"features.1.{i}" for i in range(3)), "features.2.0"]
 
 
