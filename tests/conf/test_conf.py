@@ -31,6 +31,8 @@ def chosen(group: str, option: str) -> list[str]:
         words.append("data.path=somewhere")
     if (group, option) in (("schedule", "file"), ("schedule", "custom")):
         words.append({"file": "schedule.path=somewhere", "custom": "schedule.target=some:where"}[option])
+    if (group, option) == ("model", "custom"):
+        words.append("model.target=some:where")
     if (group, option) == ("activation_checkpoint", "window"):
         words.append("activation_checkpoint.keep_microbatches=4")
     return words
@@ -121,6 +123,25 @@ def test_the_experiments_set_what_they_say() -> None:
     assert (config.launch, config.precision.parameters, config.logger.name) == ("in_process", "float64", "none")
 
 
+def test_a_model_of_the_users_takes_any_data_and_arguments_of_its_own() -> None:
+    words = ["model=custom", "model.target=my.module:build", "model.arguments.depth=3", "model.arguments.sizes=[1,2]"]
+    for data in ("python_text", "glyphs"):
+        config = configured(*words, f"data={data}", "seed=5")
+        assert config.model.keywords() == {
+            "target": "my.module:build",
+            "arguments": {"depth": 3, "sizes": [1, 2]},
+            "initialization": "whole",
+            "seed": 5,
+        }
+
+
+def test_what_builds_a_model_of_the_users_is_looked_for() -> None:
+    config = configured("model=custom", "model.target=no.module:build")
+    build_model, _ = config.builders()
+    with pytest.raises(ValueError, match="can't be imported"):
+        build_model()
+
+
 # What is refused
 
 
@@ -144,6 +165,7 @@ def test_hydra_refuses_what_it_can(override: str) -> None:
         ("+model.foo=1", r"nothing reads model\.foo"),
         ("+data.foo={bar: 1}", r"nothing reads data\.foo"),
         ("data=tokens", r"data\.path has no value: give one"),
+        ("model=custom", r"model\.target has no value: give one"),
         ("model.layers=${nope}", "nope"),
         ("data.validation_batches=0", r"data\.validation_batches=0 is too small: use 1 or more"),
         ("model=resnet18 data=python_text", "takes images and the data gives text: use data=glyphs or model=gpt"),

@@ -15,7 +15,8 @@ from models.custom import custom
 from models.loss import CrossEntropy
 from models.model import Model
 from pipeline.engine.materialize import materialize
-from tests.models.own import Scaled, Tagger, perceptron
+from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, settings_for
+from tests.models.own import Scaled, Tagger, perceptron, twice
 
 OWN = "tests.models.own"
 
@@ -115,6 +116,27 @@ def test_one_module_in_two_places_is_tied() -> None:
     assert torch.equal(found["3.weight"], found["0.weight"])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_through_a_pipeline_it_is_what_it_is_in_one_process(schedule: str) -> None:
+    model = own("Tagger")
+    tokens = torch.randint(0, 11, (6, 4), generator=torch.Generator().manual_seed(1))
+    settings = settings_for(schedule, 2, 4, 6)
+    assert_equal_outcomes(pipelined(settings, model, tokens, tokens), plain_loop(model, tokens, tokens))
+
+
+def test_one_module_in_two_places_learns_as_one() -> None:
+    model = own("twice")
+    vectors, classes = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4
+    found = pipelined(settings_for("1f1b", 3, 3, 6), model, vectors, classes)
+    assert_equal_outcomes(found, plain_loop(model, vectors, classes))
+    torch.manual_seed(0)
+    module = twice().double()
+    nn.functional.cross_entropy(module(vectors.double()), classes).backward()
+    gradient = module[0].weight.grad
+    assert gradient is not None
+    torch.testing.assert_close(found.gradients["3.weight"], gradient, rtol=1e-10, atol=1e-12)
+
+
 def test_lists_and_models_are_taken() -> None:
     assert [layer.prefix for layer in own("listed").layers] == ["0.", "1."]
     assert own("whole_model").name == "gpt"
@@ -176,9 +198,9 @@ def test_what_cannot_be_is_refused(target: str, message: str) -> None:
 
 
 def test_an_unknown_initialization_and_an_unknown_argument_are_refused() -> None:
-    with pytest.raises(ValueError, match="model.initialization=zeros is unknown: use whole or layers"):
+    with pytest.raises(ValueError, match=r"model.initialization=zeros is unknown: use whole or layers"):
         own("perceptron", initialization="zeros")
     with pytest.raises(ValueError, match=r"can't be called \(got an unexpected keyword argument 'dept'\)"):
         own("perceptron", arguments={"dept": 1})
-    with pytest.raises(ValueError, match="the model has no parameter or buffer 'x': use a name such as '1.weight'"):
+    with pytest.raises(ValueError, match=r"the model has no parameter or buffer 'x': use a name such as '1.weight'"):
         own("perceptron").initialize("x", torch.ones(1), torch.Generator())

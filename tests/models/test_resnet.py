@@ -15,7 +15,7 @@ from models.resnet import ARCHITECTURES, resnet
 from tests.models.whole import initialized, whole_state
 
 
-@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize("depth", [34, 50])
 def test_layers_in_sequence_equal_torchvision(depth: int) -> None:
     model = resnet(depth=depth, classes=7)
     modules = initialized(model, torch.float64)
@@ -90,7 +90,7 @@ def test_unknown_parameter_is_refused(name: str) -> None:
         resnet(depth=18, classes=2).initialize(name, torch.zeros(3), torch.Generator())
 
 
-@pytest.mark.parametrize(("depth", "nearest"), [(34, 18), (20, 18), (150, 152), (60, 50), (0, 18)])
+@pytest.mark.parametrize(("depth", "nearest"), [(40, 34), (20, 18), (150, 152), (60, 50), (0, 18)])
 def test_unknown_depth_names_the_nearest(depth: int, nearest: int) -> None:
     message = f"resnet has no depth {depth}, only 18, 34, 50, 101, 152: use depth={nearest}, the nearest"
     with pytest.raises(ValueError, match=message):
