@@ -25,10 +25,10 @@ class Piece(NamedTuple):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer by its name in the whole module, a shared one under each."""
-        for name, tensor in self.module.named_parameters(remove_duplicate=False):
-            yield self.prefix + name, tensor
-        for name, tensor in self.module.named_buffers(remove_duplicate=False):
-            yield self.prefix + name, tensor
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            yield self.prefix + name, parameter
+        for name, buffer in self.module.named_buffers(remove_duplicate=False):
+            yield self.prefix + name, buffer
 
 
 class Pieces:

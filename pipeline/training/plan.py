@@ -108,7 +108,7 @@ class Plan:
         if outputs < classes:
             raise ValueError(
                 f"the model tells {outputs} classes apart and the data has {classes}: "
-                f"use model.vocabulary={classes} (gpt) or model.classes={classes} (resnet)"
+                f"use model.vocabulary={classes} (gpt), model.classes={classes} (images), or as wide a last layer"
             )
 
     def _names(self, stage: int) -> list[str]:
