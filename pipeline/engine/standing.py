@@ -27,7 +27,8 @@ class Activity(enum.IntEnum):
     LOGGING = 7
     EVALUATING = 8
     REPORTING = 9
-    DONE = 10
+    SAVING = 10
+    DONE = 11
 
     @property
     def runs_program(self) -> bool:
@@ -103,6 +104,11 @@ class Marker:
         if step is not None:
             self._step = step
         self.move(BEYOND)
+
+    def resume(self, steps: int) -> None:
+        """So many training steps were done before this run."""
+        self._steps_done = steps
+        self.move(self._position)
 
     def finish_step(self) -> None:
         """One more training step is done."""

@@ -23,6 +23,7 @@ _WORDS = {
     Activity.UPDATING: "updating the weights of step {number}",
     Activity.LOGGING: "gathering a loss",
     Activity.REPORTING: "gathering what was measured",
+    Activity.SAVING: "saving a checkpoint after step {number}",
     Activity.DONE: "done",
 }
 

@@ -19,6 +19,7 @@ from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
 from pipeline.training.agreement import check_same_plan
 from pipeline.training.allocator import keep_freed_memory
+from pipeline.training.checkpoint import Checkpoint
 from pipeline.training.devices import Devices
 from pipeline.training.failures import RankFailure
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
@@ -27,6 +28,7 @@ from pipeline.training.placement import place
 from pipeline.training.plan import Plan
 from pipeline.training.rank import Rank
 from pipeline.training.recorder import Recorder, RunFacts
+from pipeline.training.saving import Saving
 from pipeline.training.settings import Settings
 from pipeline.training.signals import sigterm_raises
 from pipeline.training.trainer import Data, Trainer
@@ -58,6 +60,10 @@ class Job:
     validation_batches: int
     tokens: bool
     """Whether the data is text."""
+    saved: Saving | None = None
+    """Where checkpoints go; None: nowhere."""
+    resumed: Checkpoint | None = None
+    """A checkpoint to go on from; None: from the start."""
 
     def facts(self, model: str, config: Mapping[str, object]) -> RunFacts:
         """What the record of this run begins with; `model` and `config` are the user's words for it."""
@@ -230,5 +236,7 @@ def _train_ranks(
         validation_batches=job.validation_batches,
         shared_memory=job.devices.shared,
         report=report,
+        saved=job.saved,
+        resumed=job.resumed,
     )
     trainer.train()

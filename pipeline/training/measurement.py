@@ -34,16 +34,25 @@ class Measurement:
         group: all ranks.
         batch_size: samples a step.
         shared_memory: several ranks use one memory, so that no rank's peak can be told.
+        first_step: the run's, counted from 0.
     """
 
     def __init__(
-        self, plan: Plan, ranks: Sequence[Rank], group: Group, *, batch_size: int, shared_memory: bool
+        self,
+        plan: Plan,
+        ranks: Sequence[Rank],
+        group: Group,
+        *,
+        batch_size: int,
+        shared_memory: bool,
+        first_step: int = 0,
     ) -> None:
         self._plan = plan
         self._ranks = tuple(ranks)
         self._group = group
         self._batch_size = batch_size
         self._shared_memory = shared_memory
+        self._first_step = first_step
         self._clock = SharedClock(group)
         self._actions = plan.program.compute_only().rows
         self._recorded = 0
@@ -53,11 +62,11 @@ class Measurement:
 
     def before_step(self, step: int) -> None:
         """Meter the activations of the first step: every step holds the same, and only that one pays for the hooks."""
-        if step == 0:
+        if step == self._first_step:
             for rank in self._ranks:
                 reset_peak_memory(rank.placement.device)
                 rank.measure_activations(True)
-        elif step == 1:
+        elif step == self._first_step + 1:
             self._activation_bytes = [rank.measure_activations(False) for rank in self._ranks]
 
     def record(self, seconds: float, rows: Sequence[Sequence[Event]]) -> None:
@@ -82,7 +91,8 @@ class Measurement:
         if 0 not in self._group.local:
             return None
         profile = Profile.of(steps, self._plan.program, self._plan.microbatch_sizes)
-        return predict(profile, profiled, [self._seconds[index] for index in at], steps, turns=self._replayed)
+        numbered = [self._first_step + step for step in profiled]
+        return predict(profile, numbered, [self._seconds[index] for index in at], steps, turns=self._replayed)
 
     def finish(self, train_loss: float, validation_loss: float | None, seconds: float, skipped_steps: int) -> Finished:
         """The whole run, as all ranks measured it. Every process must call it."""

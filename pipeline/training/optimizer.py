@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.training.settings import OptimizerSettings
 
@@ -50,3 +50,27 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Give every parameter group the same learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+def named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What the optimizer remembers of these parameters, by "slot/name"."""
+    return {
+        f"{slot}/{name}": value
+        for name, parameter in parameters.items()
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Tensor]
+) -> None:
+    """Have the optimizer remember what `named_state` gave, where and as its parameters are; its settings stay."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = {id(parameter): position for position, parameter in enumerate(held)}
+    slots: dict[int, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        slot, _, name = key.partition("/")
+        if id(parameters[name]) in index:  # else it is frozen now
+            slots.setdefault(index[id(parameters[name])], {})[slot] = value
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})

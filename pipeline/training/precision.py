@@ -69,6 +69,11 @@ class LossScale:
             raise ValueError(f"precision.loss_scale={initial:g} is under 1: use 1 (no scaling) or more, such as 65536")
         return cls(initial, dynamic=initial > 1)
 
+    def resume(self, value: float, good_steps: int) -> None:
+        """Go on from a checkpoint's scale; a scale that stays 1.0 does."""
+        if self.dynamic and value > 1:
+            self.value, self.good_steps = value, good_steps
+
     def update(self, *, overflow: bool) -> None:
         """Take in one step's verdict, the same on every rank."""
         if not self.dynamic:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.model import Model
 from pipeline.training import rendezvous
+from pipeline.training.checkpoint import Checkpoint, find_checkpoint
 from pipeline.training.devices import choose_devices, warn_of_slow_choices
 from pipeline.training.job import Builders, Job, check_launch
 from pipeline.training.measured_costs import measure
 from pipeline.training.plan import make_plan
 from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
+from pipeline.training.saving import check_continues, check_fits
 from pipeline.training.schedule_choice import write_schedule
 from pipeline.training.settings import Settings
 
@@ -28,6 +33,7 @@ def prepare(settings: Settings, builders: Builders, validation_batches: int) -> 
     check_launch(settings)
     build_model, build_data = builders
     model, data, devices = build_model(), build_data(), choose_devices(settings)
+    resumed = resume(settings, model)
     device, stages = devices.of(0), write_schedule(settings).stages
     inputs, targets = data.train.inputs(0), data.train.targets(0)
     costs, footprint = None, footprint_for_a_limit(settings, model, inputs, targets, device, stages)
@@ -38,4 +44,20 @@ def prepare(settings: Settings, builders: Builders, validation_batches: int) -> 
     plan = with_predicted_bytes(plan, settings, model, inputs, targets, device)
     if rendezvous.rank() == 0:
         warn_of_slow_choices(settings, devices)
-    return Job(settings, plan, devices, build_model, build_data, validation_batches, tokens=data.kind == "text")
+    tokens = data.kind == "text"
+    return Job(settings, plan, devices, build_model, build_data, validation_batches, tokens=tokens, resumed=resumed)
+
+
+def resume(settings: Settings, model: Model) -> Checkpoint | None:
+    """The checkpoint that the run goes on from, opened and checked; None: it starts anew.
+
+    Raises:
+        ValueError: there is none at `resume`, or it doesn't fit the run.
+    """
+    if settings.resume is None:
+        return None
+    checkpoint = find_checkpoint(Path(settings.resume))
+    check_fits(checkpoint, model)
+    if settings.task == "train":
+        check_continues(checkpoint, settings)
+    return checkpoint

@@ -172,6 +172,9 @@ class Settings:
     )
     log_every: int = described(10, "steps between log entries")
     validate_every: int = described(100, "steps between validations; one always follows the last step; 0: none at all")
+    save_every: int = described(0, "steps between checkpoints on disk; one always follows the last step; 0: none")
+    keep_checkpoints: int = described(2, "how many of a run's checkpoints stay: the last ones")
+    resume: str | None = described(None, "a run directory, or one of its checkpoints: go on from there")
     schedule: ScheduleSettings = described(ScheduleSettings, "schedule")
     partition: PartitionSettings = described(PartitionSettings, "partition")
     precision: PrecisionSettings = described(PrecisionSettings, "precision")
@@ -250,6 +253,8 @@ _LOWEST = {
     "prefetch": 0,
     "log_every": 1,
     "validate_every": 0,
+    "save_every": 0,
+    "keep_checkpoints": 1,
 }
 
 _WORDS: dict[str, tuple[str | None, ...]] = {

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from pipeline.training.checkpoint import FOLDER
 from pipeline.training.job import Builders, Job, train
 from pipeline.training.plan_text import print_plan
 from pipeline.training.planning import plan
 from pipeline.training.preparation import prepare
 from pipeline.training.progress import ProgressLine
 from pipeline.training.recorder import Recorder, Sink
+from pipeline.training.saving import Saving
 from pipeline.training.settings import Settings
 from pipeline.training.wandb_logger import WandbLogger
 
@@ -49,7 +51,16 @@ Task = Callable[[Order], Run]
 
 def _train(order: Order) -> Run:
     job = prepare(order.settings, order.builders(), order.validation_batches)
+    job = replace(job, saved=_saving(order))
     return partial(_train_job, job, _recorder(order, job) if order.records else None, order.directory)
+
+
+def _saving(order: Order) -> Saving | None:
+    settings = order.settings
+    if not settings.save_every:
+        return None
+    folder = order.directory.resolve() / FOLDER
+    return Saving(folder, settings.save_every, settings.keep_checkpoints, order.config() if order.records else {})
 
 
 def _train_job(job: Job, recorder: Recorder | None, directory: Path) -> None:

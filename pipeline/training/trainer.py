@@ -13,7 +13,8 @@ from torch import Tensor
 from pipeline.engine.executor import Microbatches, StepResult
 from pipeline.engine.model import Loss
 from pipeline.engine.standing import Activity
-from pipeline.training import nonfinite
+from pipeline.training import nonfinite, saving
+from pipeline.training.checkpoint import Checkpoint, Progress
 from pipeline.training.failures import NonFiniteError
 from pipeline.training.group import Group
 from pipeline.training.measurement import Measurement
@@ -24,6 +25,7 @@ from pipeline.training.precision import LossScale
 from pipeline.training.prediction import PREDICTED_AFTER
 from pipeline.training.rank import Rank
 from pipeline.training.ranks import Ranks
+from pipeline.training.saving import Saving
 from pipeline.training.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class Trainer:
         validation_batches: that a validation averages over.
         shared_memory: several ranks use one memory, so that no rank's peak can be told.
         report: takes messages; called where rank 0 is.
+        saved: where checkpoints go; None: nowhere.
+        resumed: a checkpoint to go on from; None: from the start.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class Trainer:
         validation_batches: int,
         shared_memory: bool,
         report: Callable[[object], None],
+        saved: Saving | None = None,
+        resumed: Checkpoint | None = None,
     ) -> None:
         self.settings = settings
         self.ranks = Ranks(plan, ranks, loss, group)
@@ -101,12 +107,17 @@ class Trainer:
         self._scale = LossScale.start(settings.precision.loss_scale)
         self._skips = nonfinite.Skips()
         self._may_skip = settings.on_nonfinite == "skip" or self._scale.dynamic
+        self._saved = saved
+        self._first_step = 0
+        if resumed is not None:
+            self._resume(resumed)
         self._measurement = Measurement(
             plan,
             self.ranks.ranks,
             group,
             batch_size=settings.batch_size,
             shared_memory=shared_memory,
+            first_step=self._first_step,
         )
         self._prediction: Prediction | None = None
 
@@ -122,19 +133,33 @@ class Trainer:
             self._compile()
         began = time.perf_counter()
         train_loss, validation_loss = math.nan, None
-        for step in range(settings.steps):
+        for step in range(self._first_step, settings.steps):
             self._measurement.before_step(step)
             logged = (step + 1) % settings.log_every == 0 or step + 1 == settings.steps
             train_loss = self._train_step(step, logged)
             last = step + 1 == settings.steps
             if settings.validate_every and (last or (step + 1) % settings.validate_every == 0):
                 validation_loss = self.validate(step + 1)
+            if self._saved is not None and self._saved.is_due(step + 1, settings.steps):
+                self._saved.save(self._progress(step + 1), self.ranks.ranks, self._group)
         self.ranks.enter(Activity.REPORTING)
         self._predict()
         finished = self._measurement.finish(train_loss, validation_loss, time.perf_counter() - began, self._skips.total)
         if self._reports:
             self._report(finished)
         self.ranks.enter(Activity.DONE)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        progress = checkpoint.progress
+        for rank in self.ranks:
+            saving.load(checkpoint, rank, optimizer=True)
+            rank.marker.resume(progress.step)
+        self._scale.resume(progress.loss_scale, progress.good_steps)
+        self._first_step = progress.step
+        _log.info("goes on after step %d of %s", progress.step, checkpoint.path)
+
+    def _progress(self, step: int) -> Progress:
+        return Progress(step, self.settings.optimizer.name, self._scale.value, self._scale.good_steps)
 
     def _compile(self) -> None:
         """Compile before anybody waits for a message."""
@@ -165,7 +190,7 @@ class Trainer:
         norm, skipped = self._update(batch, results)
         seconds = time.perf_counter() - began
         self._measurement.record(seconds, [result.events for result in results])
-        if step + 1 == PREDICTED_AFTER:
+        if step + 1 == self._first_step + PREDICTED_AFTER:
             self._predict()
         return self._log_step(step, results, norm, skipped, seconds) if logged else math.nan
 

@@ -15,6 +15,7 @@ TOP_LEVEL = [
     *("task", "launch", "device", "share_gpu", "transport", "seed", "pp", "microbatches", "batch_size", "steps"),
     *("prefetch", "compile", "timeout", "gradient_clip", "on_nonfinite", "log_every", "validate_every", "costs"),
     "batch_norm",
+    *("save_every", "keep_checkpoints", "resume"),
 ]
 SINGLE = ["schedule", "model", "partition", "data", "precision", "activation_checkpoint", "optimizer", "logger"]
 GLOBAL = ["experiment", "debug"]

@@ -13,11 +13,13 @@ from models.model import Model
 from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.transport import InProcessTransport
+from pipeline.training.checkpoint import Checkpoint
 from pipeline.training.group import LocalGroup
 from pipeline.training.messages import Finished, StepMetrics, ValidationMetrics
 from pipeline.training.plan import make_plan
 from pipeline.training.precision import autocast, parameter_dtype
 from pipeline.training.rank import Rank
+from pipeline.training.saving import Saving
 from pipeline.training.settings import OptimizerSettings, PrecisionSettings, Settings
 from pipeline.training.trainer import Trainer
 from tests.engine.harness import CPU, placement, settings_for
@@ -105,7 +107,14 @@ def settings_to_train(schedule: str, pp: int, microbatches: int, batch_size: int
 
 
 def prepare(
-    settings: Settings, model: Model, data: Any, *, validation_batches: int = 2, compiler: Compiler | None = None
+    settings: Settings,
+    model: Model,
+    data: Any,
+    *,
+    validation_batches: int = 2,
+    compiler: Compiler | None = None,
+    saved: Saving | None = None,
+    resumed: Checkpoint | None = None,
 ) -> Run:
     """All ranks of a run in this process, not yet trained."""
     plan = make_plan(settings, model, TensorSpec.of(data.train.inputs(0)), CPU)
@@ -123,6 +132,8 @@ def prepare(
         validation_batches=validation_batches,
         shared_memory=True,
         report=messages.append,
+        saved=saved,
+        resumed=resumed,
     )
     return Run(trainer, messages)
 
