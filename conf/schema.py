@@ -274,7 +274,7 @@ def to_config(composed: DictConfig) -> Config:
     unread = sorted(_unread(composed, Config()))
     if unread:
         raise ValueError(f"nothing reads {', '.join(unread)}: drop the +, or see --help for the fields there are")
-    if composed.task == "plan" and composed.costs.source == "stated":
+    if composed.task == "plan" and composed.costs.source == "stated" and composed.profile is None:
         composed = composed.copy()
         composed.model = composed.data = None  # a plan with stated costs touches neither: nothing of them can be wrong
     missing = sorted(OmegaConf.missing_keys(composed))

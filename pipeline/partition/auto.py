@@ -51,7 +51,7 @@ class Problem:
             for field in ("forward", "backward_input", "backward_weight")
         ]
         self.transfers = [0.0, *(latency + layer.boundary_bytes / bandwidth for layer in costs)]
-        self.activations = [0.0, *accumulate(layer.activation_bytes for layer in costs)]
+        self.activations = [0.0, *accumulate(layer.activation_bytes or 0.0 for layer in costs)]
         self.parameters = [0.0, *accumulate(layer.parameter_bytes for layer in costs)]
         self.held = [_held(schedule, rank) for rank in range(schedule.pp)]
         self.timer = Timer(schedule)

@@ -92,10 +92,10 @@ def check_launch(settings: Settings) -> None:
     if not rendezvous.is_launched():
         return
     started = rendezvous.world_size()
-    if settings.costs.source == "profile":
+    if settings.profiled and settings.profile is None:
         raise ValueError(
-            "costs.source=profile under a launcher: every process would measure other costs. Plan first (task=plan "
-            "leaves schedule.txt), then train with schedule=file schedule.path=schedule.txt"
+            "costs.source=profile under a launcher: every process would measure other costs. Measure once, with plain "
+            "python and task=profile, then give what it leaves: profile=profile.json"
         )
     if settings.launch == "in_process":
         raise ValueError(f"launch=in_process under a launcher that started {started} processes: use plain python")

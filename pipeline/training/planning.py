@@ -8,12 +8,16 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.report.plan import Assessment, assess, print_assessment, write_plan
+from pipeline.schedule.costs import Costs
+from pipeline.schedule.memory import Footprint
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.validate import validate
-from pipeline.training.checkpointing import lowered
+from pipeline.training.checkpointing import lowered, recomputed_part
 from pipeline.training.devices import choose_devices
 from pipeline.training.job import Builders
-from pipeline.training.measured_costs import measure
+from pipeline.training.plan import cut, layer_sizes
+from pipeline.training.predicted_bytes import predict_footprint
+from pipeline.training.profiling import take_profile, to_costs
 from pipeline.training.schedule_choice import stated_costs, stated_footprint, write_schedule
 from pipeline.training.settings import Settings
 
@@ -24,7 +28,7 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
     Args:
         settings: checked.
         directory: gets plan.json, the pictures and the schedule as text and CSV.
-        builders: make the model and the data, which are timed; for `costs.source=profile` alone.
+        builders: make the model and the data, where costs come from a profile of them.
 
     Raises:
         ValueError: the schedule or its costs can't be.
@@ -34,8 +38,7 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
         costs, shares = stated_costs(settings, schedule.stage_to_rank), _stated_shares(settings, schedule)
         footprint, unit = stated_footprint(settings, schedule.stage_to_rank), "units"
     else:
-        build_model, build_data = builders
-        costs, footprint = measure(settings, build_model(), build_data(), choose_devices(settings), schedule.stages)
+        costs, footprint = _profiled(settings, builders, schedule.stages)
         schedule, shares, unit = write_schedule(settings, costs), {}, "s"  # zb_auto searches anew
     validate(schedule)
     program = lowered(schedule, settings, footprint)
@@ -44,6 +47,16 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
     assessed = program.compute_only()
     assessment = assess(assessed, costs, footprint, memory_cap=settings.schedule.memory_cap, unit=unit, **shares)
     _tell(assessment, directory)
+
+
+def _profiled(settings: Settings, builders: Builders, stages: int) -> tuple[Costs, Footprint | None]:
+    """Seconds and bytes of the model's stages."""
+    model, data, device = builders[0](), builders[1](), choose_devices(settings).of(0)
+    inputs, targets = data.train.inputs(0), data.train.targets(0)
+    profile = take_profile(settings, model, inputs, targets, device)
+    counts, part = cut(settings, layer_sizes(model), stages), recomputed_part(settings.activation_checkpoint)
+    footprint = predict_footprint(settings, model, inputs, targets, device, counts)
+    return to_costs(profile.layers, counts, part, settings), footprint
 
 
 def _stated_shares(settings: Settings, schedule: Schedule) -> dict[str, Any]:

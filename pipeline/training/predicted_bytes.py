@@ -16,7 +16,7 @@ from pipeline.engine.stage import Placement
 from pipeline.schedule.memory import Footprint, peak_activation_bytes
 from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.placement import place
-from pipeline.training.plan import Plan, cut, layer_sizes, microbatch_sizes, split
+from pipeline.training.plan import Plan, microbatch_sizes, split
 from pipeline.training.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -43,18 +43,25 @@ def with_predicted_bytes(
 
 
 def footprint_for_a_limit(
-    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device, stages: int
+    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device, counts: Sequence[int]
 ) -> Footprint | None:
-    """What the largest microbatch takes at each stage, where checkpointing has a limit in bytes to keep; else None.
+    """`predict_footprint` where checkpointing has a limit in bytes to keep; else None."""
+    if settings.activation_checkpoint.memory_limit is None:
+        return None
+    return predict_footprint(settings, model, inputs, targets, device, counts)
+
+
+def predict_footprint(
+    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device, counts: Sequence[int]
+) -> Footprint | None:
+    """What the largest microbatch takes at each stage; None, after a warning, where fake tensors can't tell.
 
     Args:
         inputs, targets: one whole batch; its numbers don't matter.
-        stages: that the model is cut into.
+        counts: how many consecutive layers each stage holds.
     """
-    if settings.activation_checkpoint.memory_limit is None:
-        return None
     size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
-    counts, part = cut(settings, layer_sizes(model), stages), recomputed_part(settings.activation_checkpoint)
+    part = recomputed_part(settings.activation_checkpoint)
     found = footprints_of(model, counts, place(settings, device), [inputs[:size]], [targets[:size]], part)
     return found[0] if found else None
 

@@ -8,11 +8,12 @@ from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.model import Model
 from pipeline.training import rendezvous
 from pipeline.training.checkpoint import Checkpoint, find_checkpoint
+from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.devices import choose_devices, warn_of_slow_choices
 from pipeline.training.job import Builders, Job, check_launch
-from pipeline.training.measured_costs import measure
-from pipeline.training.plan import make_plan
+from pipeline.training.plan import cut, layer_sizes, make_plan
 from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
+from pipeline.training.profiling import take_profile, to_costs
 from pipeline.training.saving import check_continues, check_fits
 from pipeline.training.schedule_choice import write_schedule
 from pipeline.training.settings import Settings
@@ -36,9 +37,11 @@ def prepare(settings: Settings, builders: Builders, validation_batches: int) -> 
     resumed = resume(settings, model)
     device, stages = devices.of(0), write_schedule(settings).stages
     inputs, targets = data.train.inputs(0), data.train.targets(0)
-    costs, footprint = None, footprint_for_a_limit(settings, model, inputs, targets, device, stages)
-    if settings.costs.source == "profile":
-        costs, footprint = measure(settings, model, data, devices, stages)
+    counts, costs = cut(settings, layer_sizes(model), stages), None
+    if settings.profiled:
+        profile = take_profile(settings, model, inputs, targets, device)
+        costs = to_costs(profile.layers, counts, recomputed_part(settings.activation_checkpoint), settings)
+    footprint = footprint_for_a_limit(settings, model, inputs, targets, device, counts)
     plan = make_plan(settings, model, TensorSpec.of(inputs), device, costs, footprint)
     plan.check_targets(data.classes)
     plan = with_predicted_bytes(plan, settings, model, inputs, targets, device)

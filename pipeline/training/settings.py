@@ -152,7 +152,7 @@ class LoggerSettings:
 class Settings:
     """Everything a run needs besides its model and its data."""
 
-    task: str = described("train", "train, or plan (what a schedule takes, without training)")
+    task: str = described("train", "train, plan (what a schedule takes, without training) or profile (time the layers)")
     launch: str = described("processes", "processes (a process a rank) or in_process (all ranks in one, for debugging)")
     device: str = described("auto", "auto (GPUs if there is one a rank), cpu or cuda")
     share_gpu: bool = described(False, "let several ranks use one GPU; messages then go through the host")
@@ -182,6 +182,12 @@ class Settings:
     optimizer: OptimizerSettings = described(OptimizerSettings, "optimizer")
     logger: LoggerSettings = described(LoggerSettings, "logger")
     costs: CostsSettings = described(CostsSettings, "costs")
+    profile: str | None = described(None, "a profile.json of task=profile; null: measured here where it is needed")
+
+    @property
+    def profiled(self) -> bool:
+        """Whether costs come from a profile of the model's layers, and not from what `costs` states."""
+        return self.costs.source == "profile" or self.profile is not None
 
     def check(self) -> None:
         """Refuse numbers and words out of range.
@@ -192,7 +198,7 @@ class Settings:
         for name, lowest in _LOWEST.items():
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name}={getattr(self, name)} is too small: use {lowest} or more")
-        if self.microbatches > self.batch_size and (self.task, self.costs.source) != ("plan", "stated"):
+        if self.microbatches > self.batch_size and not (self.task == "plan" and not self.profiled):
             raise ValueError(
                 f"microbatches={self.microbatches} is more than batch_size={self.batch_size}: every microbatch needs "
                 f"a sample, so use microbatches={self.batch_size} or fewer, or a larger batch"
@@ -258,7 +264,7 @@ _LOWEST = {
 }
 
 _WORDS: dict[str, tuple[str | None, ...]] = {
-    "task": ("train", "plan"),
+    "task": ("train", "plan", "profile"),
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
     "transport": ("auto", "gloo"),

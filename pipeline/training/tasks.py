@@ -15,6 +15,7 @@ from pipeline.training.job import Builders, Job, train
 from pipeline.training.plan_text import print_plan
 from pipeline.training.planning import plan
 from pipeline.training.preparation import prepare
+from pipeline.training.profile_task import profile
 from pipeline.training.progress import ProgressLine
 from pipeline.training.recorder import Recorder, Sink
 from pipeline.training.saving import Saving
@@ -82,12 +83,17 @@ def _recorder(order: Order, job: Job) -> Recorder:
 
 
 def _plan(order: Order) -> Run:
-    plan(order.settings, order.directory, order.builders() if order.settings.costs.source == "profile" else None)
+    plan(order.settings, order.directory, order.builders() if order.settings.profiled else None)
+    return _nothing_more
+
+
+def _profile(order: Order) -> Run:
+    profile(order.settings, order.directory, order.builders(), order.model)
     return _nothing_more
 
 
 def _nothing_more() -> None:
-    """A plan is made of bad input or it is done: there is nothing left to run."""
+    """A plan or a profile is made of bad input or it is done: there is nothing left to run."""
 
 
-TASKS: Mapping[str, Task] = {"train": _train, "plan": _plan}
+TASKS: Mapping[str, Task] = {"train": _train, "plan": _plan, "profile": _profile}

@@ -158,6 +158,7 @@ def test_an_outer_launcher_must_start_pp_ranks(torchrun):
         check_launch(settings_to_train("1f1b", 4, 4, 4, 1, launch="in_process"))
     with pytest.raises(ValueError, match=r"costs\.source=profile under a launcher: every process would measure other"):
         check_launch(settings_to_train("1f1b", 4, 4, 4, 1, costs=CostsSettings(source="profile")))
+    check_launch(settings_to_train("1f1b", 4, 4, 4, 1, costs=CostsSettings(source="profile"), profile="profile.json"))
 
 
 def test_without_a_launcher_any_pp_will_do(monkeypatch):
