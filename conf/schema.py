@@ -53,30 +53,7 @@ class DataTarget(Target):
 
 
 @dataclass
-class ModelTarget(Target):
-    """What all models share."""
-
-    weights: str | None = described(None, "a state dict to start from: .safetensors, .pt or .pth")
-    fresh: list[str] = described([], "layers or parameters that start without it, as fc of another number of classes")
-
-    def keywords(self) -> dict[str, Any]:
-        """Without what is done to the model that was built."""
-        return {name: value for name, value in super().keywords().items() if name not in ("weights", "fresh")}
-
-    def builder(self, **more: Any) -> Callable[[], Any]:
-        """As of any target, with the weights."""
-        build = super().builder(**more)
-        if self.weights is None and self.fresh:
-            raise ValueError(f"model.fresh={self.fresh} goes with a file of weights: give one, model.weights=path")
-        if self.weights is None:
-            return build
-        from models.weights import with_weights  # imports torch
-
-        return partial(with_weights, build, to_absolute_path(self.weights), tuple(self.fresh))
-
-
-@dataclass
-class Gpt(ModelTarget):
+class Gpt(Target):
     """A GPT-2: models/gpt.py."""
 
     function: ClassVar[str] = "models.gpt:gpt"
@@ -91,7 +68,7 @@ class Gpt(ModelTarget):
 
 
 @dataclass
-class ResNet(ModelTarget):
+class ResNet(Target):
     """A ResNet: models/resnet.py."""
 
     function: ClassVar[str] = "models.resnet:resnet"
@@ -101,7 +78,7 @@ class ResNet(ModelTarget):
 
 
 @dataclass
-class TorchvisionModel(ModelTarget):
+class TorchvisionModel(Target):
     """A VGG, vision transformer, ConvNeXt or wide ResNet: models/torchvision_models.py."""
 
     function: ClassVar[str] = "models.torchvision_models:torchvision_model"
@@ -115,7 +92,7 @@ class TorchvisionModel(ModelTarget):
 
 
 @dataclass
-class Custom(ModelTarget):
+class Custom(Target):
     """A model of the user's own: models/custom.py."""
 
     function: ClassVar[str] = "models.custom:custom"

@@ -17,7 +17,6 @@ from torchvision.models.vision_transformer import Encoder, VisionTransformer
 
 from models.loss import CrossEntropy
 from models.model import Model
-from models.names import TorchvisionNames
 from models.pieces import Piece, Pieces, flattened
 
 PREFIXES = ("vgg", "vit_", "convnext_", "resnext", "wide_resnet")
@@ -44,9 +43,7 @@ def torchvision_model(*, architecture: str, classes: int, image_size: int = 224,
             )
         arguments["image_size"] = image_size
     pieces = Pieces(partial(_whole, architecture, arguments), cut, seed)
-    return Model(
-        architecture, pieces.layers(), CrossEntropy(), pieces.initialize, stochastic=True, names=TorchvisionNames()
-    )
+    return Model(architecture, pieces.layers(), CrossEntropy(), pieces.initialize, stochastic=True)
 
 
 def _whole(architecture: str, arguments: dict[str, Any]) -> nn.Module:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipeline.engine.backward_graph import Cut, cut_backward
-from pipeline.engine.weight_gradient import Deferral
+from pipeline.engine.weight_gradient import Deferral, gradient_dtype
 
 Backend = Literal["inductor", "aot_eager"]
 Compiled = Callable[[list[Any]], Sequence[Any]]
@@ -165,9 +165,9 @@ def _add_gradients(for_weight: Compiled, kept: list[Tensor], parameters: Sequenc
             if parameter.grad is not None:
                 parameter.grad.add_(gradient)
             elif gradient.stride() == parameter.stride():
-                parameter.grad = gradient
+                parameter.grad = gradient.to(gradient_dtype(parameter))
             else:  # as autograd lays them out
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+                parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter)).copy_(gradient)
 
 
 def _inductor(graph: fx.GraphModule, inputs: Sequence[Any], part: Callable[..., Compiled]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipeline.engine.model import Layer, Model
 from pipeline.engine.seeding import generator
@@ -60,15 +61,19 @@ def _starting_value(model: Model, name: str, like: Tensor, seed: int) -> Tensor:
 def give_memory(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replace every parameter and buffer by an empty one on `device`, floating-point ones in `dtype`.
 
+    BatchNorm and InstanceNorm keep float32 beside parameters of fewer bits: running averages move by small steps, which
+    those would lose. They take inputs of fewer bits, and give outputs like these.
+
     A tensor that two submodules share stays shared (`nn.Module.to_empty` would give it two memories).
     """
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
 
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device=device)
+        return torch.empty(tensor.shape, dtype=kind if tensor.is_floating_point() else tensor.dtype, device=device)
 
     for submodule in module.modules():
+        kind = torch.float32 if isinstance(submodule, _NormBase) and dtype.itemsize < 4 else dtype
         for key, parameter in submodule._parameters.items():
             if parameter is not None:
                 if id(parameter) not in parameters:

@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from pipeline.engine.weight_gradient import gradient_dtype
 from pipeline.schedule.actions import ActionType
 from pipeline.schedule.schedule import Row
 
@@ -86,7 +87,7 @@ class Reducer:
 
 
 class _Bucket:
-    """Parameters of one type that are summed together, and behind them how many replicas have a gradient of each."""
+    """Parameters whose gradients have one type, and behind them how many replicas have a gradient of each."""
 
     def __init__(self, key: Hashable, parameters: Sequence[nn.Parameter]) -> None:
         self.key = key
@@ -97,7 +98,7 @@ class _Bucket:
 
     def filled(self) -> Tensor:
         """The gradients, taken away from the parameters."""
-        flat = self.parameters[0].new_zeros(self._size + len(self.parameters))
+        flat = self.parameters[0].new_zeros(self._size + len(self.parameters), dtype=gradient_dtype(self.parameters[0]))
         for index, (parameter, place) in enumerate(zip(self.parameters, self._places, strict=True)):
             if parameter.grad is not None:
                 flat[place].view(parameter.shape).copy_(parameter.grad)
@@ -117,12 +118,12 @@ class _Bucket:
 
 
 def _cut(parameters: Sequence[nn.Parameter], most: int) -> Iterator[list[nn.Parameter]]:
-    """Pieces of one type, in order, of at most so many bytes or of one parameter."""
+    """Pieces with gradients of one type, in order, of at most so many bytes or of one parameter."""
     piece: list[nn.Parameter] = []
     size = 0
-    for parameter in sorted(parameters, key=lambda p: str(p.dtype)):
-        bytes_ = parameter.numel() * parameter.element_size()
-        if piece and (parameter.dtype != piece[0].dtype or size + bytes_ > most):
+    for parameter in sorted(parameters, key=lambda p: str(gradient_dtype(p))):
+        bytes_ = parameter.numel() * gradient_dtype(parameter).itemsize
+        if piece and (gradient_dtype(parameter) != gradient_dtype(piece[0]) or size + bytes_ > most):
             yield piece
             piece, size = [], 0
         piece.append(parameter)

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from pipeline.engine.casts import cast
-from pipeline.engine.weight_gradient import AddedAtOnce, Deferral, WeightGradients
+from pipeline.engine.weight_gradient import AddedAtOnce, Deferral, WeightGradients, gradient_dtype
 
 
 def split_weight_gradients(root: nn.Module, deferral: Deferral) -> None:
@@ -322,7 +322,7 @@ def _move_gradients(standing_in: Sequence[Tensor], real: Sequence[Tensor]) -> No
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
         parameter.grad.add_(gradient)
 

@@ -27,7 +27,8 @@ class Placement:
     """How a run computes: the device, the parameters' dtype, autocast, the seed of everything random, and with what.
 
     Without a compiler layers run as PyTorch's operators, one by one. With `defers_batch_norm` BatchNorm's running
-    averages move once a step (`pipeline.engine.batch_norm`).
+    averages move once a step (`pipeline.engine.batch_norm`). `masters` is the dtype of the parameters' exact copies
+    and of the gradients, None where there are no copies (`pipeline.training.masters`).
     """
 
     device: torch.device
@@ -36,6 +37,7 @@ class Placement:
     seed: int
     compiler: Compiler | None = None
     defers_batch_norm: bool = False
+    masters: torch.dtype | None = None
 
 
 class Stage:

@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """In which a parameter's gradient is added up: its own, unless it says otherwise (torch 2.10)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 class WeightGradients:
     """What one microbatch leaves for W in one stage.
 

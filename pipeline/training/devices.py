@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.training import rendezvous
-from pipeline.training.settings import Settings
+from pipeline.training.settings import PrecisionSettings, Settings
 from pipeline.training.toolchain import check_toolchain
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _chosen(settings: Settings) -> Devices:
         raise ValueError(_too_few_gpus(gpus, needed))
     if settings.device == "cpu" or gpus < needed:
         return Devices("cpu", shared=in_process, backend="gloo")
-    _check_gpu_precision(settings.precision.autocast)
+    _check_gpu_precision(settings.precision)
     shared = in_process or (settings.share_gpu and gpus < ranks_here)
     return Devices("cuda", shared, backend="gloo" if shared or settings.transport == "gloo" else "nccl")
 
@@ -82,10 +82,11 @@ def _ranks_here(settings: Settings) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", settings.pp)) if rendezvous.is_launched() else settings.pp
 
 
-def _check_gpu_precision(autocast: str | None) -> None:
-    if autocast == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name()
-        raise ValueError(f"precision=bf16 is not supported by this GPU ({name}): use precision=fp16 or fp32")
+def _check_gpu_precision(precision: PrecisionSettings) -> None:
+    wanted = "bfloat16" in (precision.autocast, precision.parameters)
+    if wanted and not torch.cuda.is_bf16_supported(including_emulation=False):
+        gpu = torch.cuda.get_device_name()
+        raise ValueError(f"precision={precision.name} is not supported by this GPU ({gpu}): use precision=fp16 or fp32")
 
 
 def _too_few_gpus(gpus: int, needed: int) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from pipeline.engine.weight_gradient import gradient_dtype
 from pipeline.training.group import Group
 
 Parameters = Mapping[str, nn.Parameter]
@@ -31,7 +32,7 @@ def sum_tied_gradients(
         for rank in sorted(set(ranks) & set(local)):
             (parameter,) = {parameter for name, parameter in local[rank].items() if name in names}
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             gradients[rank] = parameter.grad
         group.sum_gradients(ranks, gradients)
 

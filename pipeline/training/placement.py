@@ -6,7 +6,7 @@ import torch
 
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.stage import Placement
-from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.precision import autocast, master_dtype, parameter_dtype
 from pipeline.training.settings import Settings
 
 
@@ -19,4 +19,5 @@ def place(settings: Settings, device: torch.device) -> Placement:
         settings.seed,
         Compiler() if settings.compile else None,
         defers_batch_norm=settings.batch_norm == "deferred",
+        masters=master_dtype(settings.precision),
     )

@@ -20,8 +20,13 @@ _DTYPES = {
 
 
 def parameter_dtype(settings: PrecisionSettings) -> torch.dtype:
-    """The dtype of parameters, gradients and optimizer state."""
+    """The dtype of parameters; and of gradients and optimizer state, unless the parameters have copies."""
     return _dtype("precision.parameters", settings.parameters)
+
+
+def master_dtype(settings: PrecisionSettings) -> torch.dtype | None:
+    """The dtype of the copies that the optimizer moves, and of gradients; None: there are no copies."""
+    return None if settings.masters is None else _dtype("precision.masters", settings.masters)
 
 
 def autocast(settings: PrecisionSettings, device_type: str) -> Autocast:

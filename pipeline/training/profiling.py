@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeline.engine.materialize import give_memory
 from pipeline.engine.model import Layer, Model
 from pipeline.engine.profile import profile_layers
 from pipeline.engine.segments import Recomputed
@@ -19,7 +20,7 @@ from pipeline.schedule.costs import Costs
 from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.placement import place
 from pipeline.training.plan import layer_sizes, microbatch_sizes
-from pipeline.training.precision import parameter_dtype
+from pipeline.training.precision import master_dtype, parameter_dtype
 from pipeline.training.predicted_bytes import footprints_of
 from pipeline.training.profile_file import Conditions, ModelProfile
 from pipeline.training.rank_process import threads_per_rank
@@ -111,13 +112,20 @@ def predict_layer_bytes(
 
 
 def parameter_bytes(layer: Layer, settings: Settings) -> int:
-    """What a layer's parameters take: themselves, and where they are trained a gradient and the optimizer's state."""
+    """What a layer's parameters take: themselves; trained, a gradient and the optimizer's state; rounded, a copy."""
     with torch.device("meta"):
         module = layer.build()
-    optimizer = settings.optimizer
+    give_memory(module, torch.device("meta"), parameter_dtype(settings.precision))
+    optimizer, exact = settings.optimizer, master_dtype(settings.precision)
     states = 2 if optimizer.name == "adamw" else 1 if optimizer.momentum else 0
-    numbers = sum(p.numel() * (2 + states if p.requires_grad else 1) for p in module.parameters())
-    return numbers * parameter_dtype(settings.precision).itemsize
+
+    def per_element(parameter: nn.Parameter) -> int:
+        size = parameter.dtype.itemsize
+        if not parameter.requires_grad:
+            return size
+        return size * (2 + states) if exact is None or exact.itemsize <= size else size + exact.itemsize * (2 + states)
+
+    return sum(parameter.numel() * per_element(parameter) for parameter in module.parameters())
 
 
 def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomputed, settings: Settings) -> Costs:

@@ -14,6 +14,7 @@ from pipeline.engine.rehearsal import Silence, rehearse
 from pipeline.engine.stage import Placement, Stage
 from pipeline.engine.standing import Board, Marker
 from pipeline.engine.transport import Transport
+from pipeline.training.masters import Masters
 from pipeline.training.optimizer import build_optimizer, set_learning_rate
 from pipeline.training.plan import Plan
 from pipeline.training.settings import OptimizerSettings
@@ -44,7 +45,8 @@ class Rank:
         self.parameters = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
         self._kept: list[Tensor] = []
-        self.optimizer = build_optimizer(optimizer, self._unique)
+        self.masters = Masters(self._unique, placement.masters)
+        self.optimizer = build_optimizer(optimizer, [self.masters.of(parameter) for parameter in self._unique])
 
     @property
     def holds_first(self) -> bool:
@@ -71,12 +73,15 @@ class Rank:
         """Let the optimizer move the parameters."""
         if self.optimizer is not None:
             set_learning_rate(self.optimizer, learning_rate)
+            self.masters.take_gradients()
             self.optimizer.step()
+            self.masters.round()
 
     def clear_gradients(self) -> None:
         """Drop every gradient."""
         for parameter in self._unique:
             parameter.grad = None
+        self.masters.drop_gradients()
 
     def keep_buffers(self) -> None:
         """Remember BatchNorm's statistics and the like, which forwards move."""
@@ -110,8 +115,14 @@ class Rank:
         return None if meter is None else meter.peak_bytes
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's part of the whole model's state dict."""
-        return {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
+        """This rank's part of the whole model's state dict; of rounded parameters the exact ones."""
+        state = {name: tensor for stage in self.stages.values() for name, tensor in stage.state_dict().items()}
+        return state | {name: tensor.detach() for name, tensor in self.trained.items()}
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What the optimizer moves, by whole-model name: the parameters, or their exact copies (`masters`)."""
+        return {name: self.masters.of(parameter) for name, parameter in self.parameters.items()}
 
 
 def _stage(index: int, plan: Plan, model: Model, placement: Placement) -> Stage:

@@ -70,6 +70,7 @@ def load(checkpoint: Checkpoint, rank: Rank, *, optimizer: bool) -> None:
         for name, value in checkpoint.read("model", places):
             for place in places[name]:
                 place.copy_(value)
+    rank.masters.round()
     if optimizer and rank.optimizer is not None:
         parameters = _trained(rank)
         names = [name for name in checkpoint.optimizer if name.partition("/")[2] in parameters]
@@ -127,7 +128,7 @@ def _state(rank: Rank) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def _trained(rank: Rank) -> dict[str, nn.Parameter]:
     """The rank's parameters by the names that a checkpoint has for them."""
-    return {_owner(rank, name): parameter for name, parameter in rank.parameters.items()}
+    return {_owner(rank, name): parameter for name, parameter in rank.trained.items()}
 
 
 def _owner(rank: Rank, name: str) -> str:

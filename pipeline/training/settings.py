@@ -47,6 +47,25 @@ class PrecisionSettings:
     parameters: str = described("float32", "dtype of parameters, gradients and optimizer state")
     autocast: str | None = described(None, "dtype that autocast computes in; null: no autocast")
     loss_scale: float = described(1.0, "starting loss scale; above 1 it is dynamic (fp16)")
+    masters: str | None = described(
+        None, "dtype of gradients, optimizer state and the exact parameters where parameters are rounded; null: none"
+    )
+
+    def check(self) -> None:
+        """Refuse numbers out of range, and copies that would copy nothing.
+
+        Raises:
+            ValueError: what is wrong, its value, and the cure.
+        """
+        if not 1 <= self.loss_scale < math.inf:
+            raise ValueError(
+                f"precision.loss_scale={self.loss_scale:g} is out of range: use 1 (no scaling) or more, such as 65536"
+            )
+        if self.masters is not None and self.parameters != "bfloat16":
+            raise ValueError(
+                f"precision.masters={self.masters} is for precision.parameters=bfloat16, not {self.parameters}: use "
+                "precision=bf16_true, or drop it"
+            )
 
 
 @dataclass
@@ -211,11 +230,7 @@ class Settings:
             raise ValueError(f"gradient_clip={self.gradient_clip:g} is not positive: use a positive norm, or null")
         for name, words in _WORDS.items():
             self._check_word(name, words)
-        if not 1 <= self.precision.loss_scale < math.inf:
-            raise ValueError(
-                f"precision.loss_scale={self.precision.loss_scale:g} is out of range: use 1 (no scaling) or more, such "
-                "as 65536"
-            )
+        self.precision.check()
         self._check_optimizer()
         self.activation_checkpoint.check()
         if self.compile and self.activation_checkpoint.keeps_costly:
@@ -276,6 +291,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "costs.source": ("stated", "profile"),
     "costs.per": ("stage", "rank"),
     "precision.parameters": ("float64", "float32", "bfloat16"),
+    "precision.masters": (None, "float32"),
     "precision.autocast": (None, "bfloat16", "float16"),
     "partition.name": ("uniform", "parameters", "manual"),
     "activation_checkpoint.name": ("never", "except_last", "always", "selective", "window"),

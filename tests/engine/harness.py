@@ -108,9 +108,10 @@ def build_ranks(
     autocast: Autocast = nullcontext,
     optimizer: OptimizerSettings | None = None,
     compiler: Compiler | None = None,
+    masters: torch.dtype | None = None,
 ) -> list[Rank]:
     """All ranks of a plan on one in-process transport."""
-    transport, where = InProcessTransport(), placement(dtype, seed, autocast, compiler)
+    transport, where = InProcessTransport(), replace(placement(dtype, seed, autocast, compiler), masters=masters)
     return [
         Rank(rank, plan, model, where, transport, optimizer or OptimizerSettings()) for rank in range(plan.schedule.pp)
     ]

@@ -80,6 +80,13 @@ def test_values_are_drawn_in_float32_whatever_the_precision():
         assert torch.equal(double[name], tensor.double())
 
 
+def test_normalizations_with_averages_keep_float32():
+    found = weights(resnet(depth=18, classes=10), images(4)[0], "1f1b", 2, dtype=torch.bfloat16)
+    kinds = {tensor.dtype for name, tensor in found.items() if "bn" in name or "downsample.1" in name}
+    assert kinds == {torch.float32, torch.int64}
+    assert found["conv1.weight"].dtype is torch.bfloat16
+
+
 def test_a_rank_gives_memory_to_its_own_layers_alone():
     model = small_gpt()
     built: list[tuple[str, nn.Module]] = []

@@ -158,3 +158,19 @@ def test_an_abandoned_step_is_forgotten():
         replicas.fill(replica, 1, 2.0)
     replicas.reduce()
     assert [replicas.gradients(replica, stage) for replica in (0, 1) for stage in (0, 1)] == [[[2.0]], [[4.0]]] * 2
+
+
+def test_gradients_are_summed_in_the_dtype_that_they_are_added_up_in():
+    """One of 1 and one of 1/1024 on two replicas: in bfloat16 the sum would be 1."""
+
+    def rounded():
+        held = parameters(2, dtype=torch.bfloat16)
+        held[0].grad_dtype = torch.float32
+        return {0: held, 1: parameters(1)}
+
+    replicas = Replicas(rounded)
+    for replica, value in enumerate((1.0, 1 / 1024)):
+        (parameter,) = replicas.stages[replica][0]
+        parameter.grad = torch.full((2,), value)
+    replicas.reduce()
+    assert replicas.gradients(0, 0) == replicas.gradients(1, 0) == [[1 + 1 / 1024]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from pipeline.training.checkpoint import Checkpoint
 from pipeline.training.group import LocalGroup
 from pipeline.training.messages import Finished, StepMetrics, ValidationMetrics
 from pipeline.training.plan import make_plan
-from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.precision import autocast, master_dtype, parameter_dtype
 from pipeline.training.rank import Rank
 from pipeline.training.saving import Saving
 from pipeline.training.settings import OptimizerSettings, PrecisionSettings, Settings
@@ -27,6 +27,7 @@ from tests.engine.samples import images, text, vectors
 
 FP32 = PrecisionSettings("fp32", "float32", None)
 FP64 = PrecisionSettings("fp64", "float64", None)
+BF16_TRUE = PrecisionSettings("bf16_true", "bfloat16", masters="float32")
 FP16 = PrecisionSettings("fp16", "float32", "float16", 65536.0)
 
 
@@ -120,6 +121,7 @@ def prepare(
     plan = make_plan(settings, model, TensorSpec.of(data.train.inputs(0)), CPU)
     context = autocast(settings.precision, "cpu")
     where = placement(parameter_dtype(settings.precision), settings.seed, context, compiler)
+    where = replace(where, masters=master_dtype(settings.precision))
     transport, messages = InProcessTransport(), []
     ranks = [Rank(rank, plan, model, where, transport, settings.optimizer) for rank in range(settings.pp)]
     trainer = Trainer(

@@ -68,6 +68,8 @@ def test_a_precision_that_the_gpu_lacks_is_refused(machine):
     bf16 = PrecisionSettings("bf16", "float32", "bfloat16")
     with pytest.raises(ValueError, match=r"precision=bf16 is not supported by this GPU \(an old GPU\): use"):
         choose_devices(Settings(precision=bf16))
+    with pytest.raises(ValueError, match=r"precision=bf16_true is not supported by this GPU"):
+        choose_devices(Settings(precision=PrecisionSettings("bf16_true", "bfloat16", masters="float32")))
     assert choose_devices(Settings(precision=bf16, device="cpu")).type == "cpu"
     machine(gpus=2, bf16=True)
     assert choose_devices(Settings(precision=bf16)).type == "cuda"

@@ -22,7 +22,7 @@ from pipeline.training.settings import ActivationCheckpointSettings, CostsSettin
 from tests.engine.harness import CPU
 from tests.engine.samples import chain, images, small_gpt, text, vectors
 from tests.engine.test_executor import LINEAR
-from tests.training.harness import FP16, FP32, FP64, settings_to_train
+from tests.training.harness import BF16_TRUE, FP16, FP32, FP64, settings_to_train
 from tests.training.test_predicted_bytes import Scalar
 
 LAYERS = [
@@ -130,6 +130,12 @@ class HalfFrozen(nn.Sequential):
 def test_parameters_take_what_their_training_takes(optimizer, numbers, precision, size):
     settings = Settings(optimizer=optimizer, precision=precision)
     assert parameter_bytes(chain([HalfFrozen]).layers[0], settings) == numbers * size
+
+
+def test_rounded_parameters_take_an_exact_copy_too():
+    """Weight 2, gradient, copy and two of AdamW's 4 each; BatchNorm is exact as it is."""
+    layer = chain([lambda: nn.Sequential(HalfFrozen(), nn.BatchNorm1d(4))]).layers[0]
+    assert parameter_bytes(layer, Settings(precision=BF16_TRUE)) == 4 * (2 + 16) + 2 * 2 + 8 * 16
 
 
 SETTINGS = Settings(costs=CostsSettings(transfer=0.5, bandwidth=1e9))

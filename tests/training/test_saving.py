@@ -19,6 +19,7 @@ from pipeline.training.saving import Saving, check_continues, check_fits
 from pipeline.training.settings import OptimizerSettings, PartitionSettings
 from tests.engine.samples import chain, images, small_gpt
 from tests.training.harness import (
+    BF16_TRUE,
     FP16,
     FP64,
     Numbers,
@@ -115,6 +116,14 @@ def test_the_loss_scale_comes_back(tmp_path):
     again = go_on(settings, checkpoint)
     assert [message.skipped for message in again.of(StepMetrics)] == skipped[4:]
     assert again.losses == run.losses[4:]
+
+
+def test_exact_copies_of_rounded_weights_come_back(tmp_path):
+    settings = settings_to_train("zb_h1", 2, **SHAPE, precision=BF16_TRUE)
+    run = train(settings, dropout_gpt(), text_data(6), saved=saving(tmp_path))
+    again = go_on(settings, find_checkpoint(tmp_path / "checkpoints" / "step-000004"))
+    assert again.losses == run.losses[4:]
+    assert equal_states(again.state(), run.state())
 
 
 def test_the_steps_of_a_resumed_run_count_on():
