@@ -53,7 +53,30 @@ class DataTarget(Target):
 
 
 @dataclass
-class Gpt(Target):
+class ModelTarget(Target):
+    """What all models share."""
+
+    weights: str | None = described(None, "a state dict to start from: .safetensors, .pt or .pth")
+    fresh: list[str] = described([], "layers or parameters that start without it, as fc of another number of classes")
+
+    def keywords(self) -> dict[str, Any]:
+        """Without what is done to the model that was built."""
+        return {name: value for name, value in super().keywords().items() if name not in ("weights", "fresh")}
+
+    def builder(self, **more: Any) -> Callable[[], Any]:
+        """As of any target, with the weights."""
+        build = super().builder(**more)
+        if self.weights is None and self.fresh:
+            raise ValueError(f"model.fresh={self.fresh} goes with a file of weights: give one, model.weights=path")
+        if self.weights is None:
+            return build
+        from models.weights import with_weights  # imports torch
+
+        return partial(with_weights, build, to_absolute_path(self.weights), tuple(self.fresh))
+
+
+@dataclass
+class Gpt(ModelTarget):
     """A GPT-2: models/gpt.py."""
 
     function: ClassVar[str] = "models.gpt:gpt"
@@ -68,7 +91,7 @@ class Gpt(Target):
 
 
 @dataclass
-class ResNet(Target):
+class ResNet(ModelTarget):
     """A ResNet: models/resnet.py."""
 
     function: ClassVar[str] = "models.resnet:resnet"
@@ -78,7 +101,7 @@ class ResNet(Target):
 
 
 @dataclass
-class TorchvisionModel(Target):
+class TorchvisionModel(ModelTarget):
     """A VGG, vision transformer, ConvNeXt or wide ResNet: models/torchvision_models.py."""
 
     function: ClassVar[str] = "models.torchvision_models:torchvision_model"
@@ -92,7 +115,7 @@ class TorchvisionModel(Target):
 
 
 @dataclass
-class Custom(Target):
+class Custom(ModelTarget):
     """A model of the user's own: models/custom.py."""
 
     function: ClassVar[str] = "models.custom:custom"

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from models.loss import CrossEntropy
 from models.model import Layer, Model
+from models.names import Gpt2Names
 
 STANDARD_DEVIATION = 0.02
 
@@ -130,6 +131,7 @@ def gpt(
         initialize=partial(initialize, layers),
         tied=dict(TIED) if tie_embeddings else {},
         stochastic=dropout > 0,
+        names=Gpt2Names(heads),
     )
 
 

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Generator, Tensor, nn
 
+from models.names import Names
+
 
 class Loss(Protocol):
     """A sum over samples (tokens), so that parts of a batch add up whatever their sizes."""
@@ -40,7 +42,7 @@ class Model:
 
     `initialize(name, tensor, generator)` fills one parameter or buffer in place: whole-model name, CPU tensor; an
     unknown name is a ValueError. `tied` maps a parameter to the one it must stay equal to. `stochastic` says that a
-    layer draws random numbers when training.
+    layer draws random numbers when training. `names` are those of published state dicts.
     """
 
     name: str
@@ -49,3 +51,4 @@ class Model:
     initialize: Callable[[str, Tensor, Generator], None]
     tied: Mapping[str, str] = field(default_factory=dict)
     stochastic: bool = False
+    names: Names = field(default_factory=Names)

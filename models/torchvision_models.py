@@ -17,6 +17,7 @@ from torchvision.models.vision_transformer import Encoder, VisionTransformer
 
 from models.loss import CrossEntropy
 from models.model import Model
+from models.names import TorchvisionNames
 from models.pieces import Piece, Pieces, flattened
 
 PREFIXES = ("vgg", "vit_", "convnext_", "resnext", "wide_resnet")
@@ -43,7 +44,9 @@ def torchvision_model(*, architecture: str, classes: int, image_size: int = 224,
             )
         arguments["image_size"] = image_size
     pieces = Pieces(partial(_whole, architecture, arguments), cut, seed)
-    return Model(architecture, pieces.layers(), CrossEntropy(), pieces.initialize, stochastic=True)
+    return Model(
+        architecture, pieces.layers(), CrossEntropy(), pieces.initialize, stochastic=True, names=TorchvisionNames()
+    )
 
 
 def _whole(architecture: str, arguments: dict[str, Any]) -> nn.Module:

@@ -142,6 +142,16 @@ def test_what_builds_a_model_of_the_users_is_looked_for() -> None:
         build_model()
 
 
+def test_weights_are_looked_for_where_the_command_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["model=gpt2"], ["model=resnet18"], ["model=vgg16"]):
+        build_model, _ = configured(*words, "model.weights=some.pt").builders()
+        with pytest.raises(ValueError, match=rf"model.weights={tmp_path}/some.pt can't be read"):
+            build_model()
+    with pytest.raises(ValueError, match=r"model.fresh=\['fc'\] goes with a file of weights: give one"):
+        configured("model=resnet18", "model.fresh=[fc]").builders()
+
+
 # What is refused
 
 
@@ -211,7 +221,7 @@ def test_groups_set_to_null_are_found(argument: str, group: str | None) -> None:
 
 def test_the_stored_config_is_plain_and_resolved() -> None:
     values = schema.plain(compose("model=resnet18"))
-    assert values["model"] == {"depth": 18, "classes": 36}
+    assert values["model"] == {"depth": 18, "classes": 36, "weights": None, "fresh": []}
     assert "${" not in str(values)
     assert "???" not in str(values)
 

@@ -60,7 +60,8 @@ def test_cfg_job_shows_the_composed_config() -> None:
     assert shown.model.depth == 152
     assert set(shown) == {field.name for field in dataclasses.fields(schema.Config)}
     assert page("--cfg", "job", "--resolve", "--package", "model") == "# @package model\n" + (
-        "layers: 4\nwidth: 128\nheads: 4\ncontext: 128\nvocabulary: 256\ndropout: 0.0\ntie_embeddings: true\n"
+        "weights: null\nfresh: []\nlayers: 4\nwidth: 128\nheads: 4\ncontext: 128\nvocabulary: 256\n"
+        "dropout: 0.0\ntie_embeddings: true\n"
     )
 
 
