@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import comb, inf
+from math import inf
 from time import monotonic
 
 from pipeline.partition.bottleneck import bottleneck
-from pipeline.partition.layer_costs import LayerCosts
-from pipeline.partition.timing import Path, StageTimes, Timer
+from pipeline.partition.lightest import lightest
+from pipeline.partition.problem import ALWAYS_CLOSED, Counts, Problem
+from pipeline.partition.timing import Counts as PathCounts
+from pipeline.partition.timing import StageTimes
 from pipeline.partition.uniform import uniform
-from pipeline.schedule.actions import ActionType
-from pipeline.schedule.schedule import Schedule
 
-Counts = tuple[int, ...]
-ALWAYS_CLOSED = 50_000
-"""Up to so many cuts the search goes on until it has its proof, whatever the time."""
 _EQUAL = 1 - 1e-9
 
 
@@ -38,74 +34,7 @@ class Choice:
     """The makespans of the simple cuts that fit, by name."""
 
 
-class Problem:
-    """Layers, a schedule, and what a cut of the one takes and holds under the other."""
-
-    def __init__(
-        self, costs: Sequence[LayerCosts], schedule: Schedule, latency: float = 0.0, bandwidth: float = inf
-    ) -> None:
-        self.costs, self.schedule = costs, schedule
-        self.layers, self.stages = len(costs), schedule.stages
-        self.sums = [
-            [0.0, *accumulate(getattr(layer, field) for layer in costs)]
-            for field in ("forward", "backward_input", "backward_weight")
-        ]
-        self.transfers = [0.0, *(latency + layer.boundary_bytes / bandwidth for layer in costs)]
-        self.activations = [0.0, *accumulate(layer.activation_bytes or 0.0 for layer in costs)]
-        self.parameters = [0.0, *accumulate(layer.parameter_bytes for layer in costs)]
-        self.held = [_held(schedule, rank) for rank in range(schedule.pp)]
-        self.timer = Timer(schedule)
-        spare = self.layers - self.stages
-        self.places = [
-            (stage, start, end)
-            for stage in range(self.stages)
-            for start in range(stage, stage + spare + 1 if stage else 1)
-            for end in range(start + 1 if stage + 1 < self.stages else self.layers, stage + spare + 2)
-        ]
-        """Each stage's number, first layer and the one after its last, wherever a cut can have them."""
-
-    def times(self, start: int, end: int) -> StageTimes:
-        """A stage of the layers from `start` to before `end`."""
-        forward, backward_input, backward_weight = (row[end] - row[start] for row in self.sums)
-        return StageTimes(forward, backward_input, backward_weight, self.transfers[end])
-
-    def longest(self, counts: Counts) -> Path:
-        """The makespan of a cut."""
-        return self.timer.longest([self.times(*run) for run in runs(counts)])
-
-    def rank_bytes(self, rank: int, stages: Sequence[tuple[int, int]]) -> float:
-        """What a rank holds, of its stages that are in `stages` (all, or the first ones).
-
-        Parameters, the activations of the microbatches in flight, and for each boundary to another rank two buffers:
-        a message down and one up.
-        """
-        ranks, held, fixed = self.schedule.stage_to_rank, dict[int, float](), 0.0
-        for stage, (start, end) in enumerate(stages):
-            if ranks[stage] != rank:
-                continue
-            held[stage] = self.activations[end] - self.activations[start]
-            fixed += self.parameters[end] - self.parameters[start]
-            if stage > 0 and ranks[stage - 1] != rank:
-                fixed += 2 * self.costs[start - 1].boundary_bytes
-            if stage + 1 < self.stages and ranks[stage + 1] != rank:
-                fixed += 2 * self.costs[end - 1].boundary_bytes
-        return fixed + max((sum(row[s] * size for s, size in held.items()) for row in self.held[rank]), default=0.0)
-
-    def peak_bytes(self, counts: Counts) -> float:
-        """What the fullest rank holds."""
-        stages = list(runs(counts))
-        return max(self.rank_bytes(rank, stages) for rank in range(self.schedule.pp))
-
-
-def auto(
-    costs: Sequence[LayerCosts],
-    schedule: Schedule,
-    *,
-    latency: float = 0.0,
-    bandwidth: float = inf,
-    memory_limit: float = inf,
-    search_seconds: float = 10.0,
-) -> Choice:
+def auto(problem: Problem, *, memory_limit: float = inf, search_seconds: float = 10.0) -> Choice:
     """The cut whose simulated makespan is smallest among those where no rank holds more than `memory_limit` bytes.
 
     Every path through the schedule's actions bounds every cut from below, and its smallest length over the ways to cut
@@ -114,23 +43,14 @@ def auto(
     stage + all stages. Every stage gets a layer.
 
     Args:
-        costs: one entry a layer.
-        schedule: taken without its sends and receives: a message moves as soon as it is made.
-        latency: seconds that a message between ranks is under way, whatever its size.
-        bandwidth: bytes of it that pass in a second.
         memory_limit: bytes a rank.
         search_seconds: after so long the best cut found is taken, unless there are 50,000 cuts or fewer.
 
     Raises:
-        ValueError: more stages than layers, or no cut fits (or none was found in time).
+        ValueError: more stages than layers, no cut fits (or none was found in time), or bytes aren't known.
     """
     begun = monotonic()
-    problem = Problem(costs, schedule, latency, bandwidth)
-    simple = {
-        "uniform": uniform(len(costs), schedule.stages),
-        "time": bottleneck([layer.seconds for layer in costs], schedule.stages),
-        "parameters": bottleneck([layer.parameter_bytes for layer in costs], schedule.stages),
-    }
+    simple = _simple_cuts(problem, memory_limit, search_seconds)
     search = _Search(problem, memory_limit, begun + search_seconds)
     for counts in simple.values():
         search.climb(counts)
@@ -140,7 +60,7 @@ def auto(
         least = min(map(problem.peak_bytes, simple.values()))
         found = "no cut fits" if bound == inf else f"no cut that fits was found in {search_seconds:g} s"
         raise ValueError(
-            f"partition.memory_limit={memory_limit:.0f} bytes a rank: {found} schedule {schedule.name}; "
+            f"partition.memory_limit={memory_limit:.0f} bytes a rank: {found} schedule {problem.schedule.name}; "
             f"{least:.0f} bytes would do, or use a schedule with fewer microbatches in flight or more ranks"
         )
     proven = bound >= search.makespan * _EQUAL
@@ -150,10 +70,28 @@ def auto(
         bound=min(bound, search.makespan),
         proven=proven,
         examined=len(search.seen),
-        cuts=search.cuts,
+        cuts=problem.cuts,
         seconds=monotonic() - begun,
         others=others,
     )
+
+
+def _simple_cuts(problem: Problem, memory_limit: float, search_seconds: float) -> dict[str, Counts]:
+    """Where the search starts from, by name; the lightest cut where there is a limit to keep."""
+    layers, stages = problem.costs, problem.stages
+    simple = {
+        "uniform": uniform(len(layers), stages),
+        "time": bottleneck([layer.seconds for layer in layers], stages),
+        "parameters": bottleneck([layer.parameter_bytes for layer in layers], stages),
+    }
+    if memory_limit == inf:
+        return simple
+    if not problem.knows_bytes:
+        raise ValueError(
+            f"partition.memory_limit={memory_limit:.0f} bytes a rank: what the layers hold is not known, for they are "
+            "compiled or can't run without memory; use partition.memory_limit=null"
+        )
+    return {**simple, "memory": lightest(problem, search_seconds / 2).counts}
 
 
 class _Search:
@@ -161,12 +99,11 @@ class _Search:
 
     def __init__(self, problem: Problem, limit: float, deadline: float) -> None:
         self.problem, self.limit = problem, limit
-        self.cuts = comb(problem.layers - 1, problem.stages - 1)
-        self.deadline = deadline if self.cuts > ALWAYS_CLOSED else inf
+        self.deadline = deadline if problem.cuts > ALWAYS_CLOSED else inf
         self.best: Counts | None = None
         self.makespan = inf
         self.seen: dict[Counts, float] = {}
-        self.paths: dict[tuple[tuple[int, int, int, int], ...], _Bound] = {}
+        self.paths: dict[tuple[PathCounts, ...], _Bound] = {}
         self.stages = _Stages(problem)
 
     def look(self, counts: Counts) -> float:
@@ -196,11 +133,10 @@ class _Search:
 
     def follow(self, stages: list[tuple[int, int]], start: int) -> float:
         problem = self.problem
-        left = problem.stages - len(stages)
-        if left == 0:
+        if len(stages) == problem.stages:
             return self.look(tuple(end - begin for begin, end in stages))
-        ends = [problem.layers] if left == 1 else range(start + 1, problem.layers - left + 2)
-        children = [(self.bound([*stages, (start, end)]), end) for end in ends if self.fits([*stages, (start, end)])]
+        ends = [end for end in problem.ends(len(stages), start) if self.fits([*stages, (start, end)])]
+        children = [(self.bound([*stages, (start, end)]), end) for end in ends]
         least = inf
         for bound, end in sorted(children):
             taken = [*stages, (start, end)]
@@ -221,6 +157,11 @@ class _Search:
         return max((path.least(times, end) for path in self.paths.values()), default=quick)
 
     def fits(self, stages: Sequence[tuple[int, int]]) -> bool:
+        """Whether a cut that begins with `stages` may keep the limit."""
+        if self.limit == inf:
+            return True
+        if self.problem.least_bytes[len(stages)][stages[-1][1]] > self.limit:
+            return False
         rank = self.problem.schedule.stage_to_rank[len(stages) - 1]
         return self.problem.rank_bytes(rank, stages) <= self.limit
 
@@ -228,7 +169,7 @@ class _Search:
 class _Bound:
     """One path through the schedule, and the least it takes over all ways to cut the layers beside a stage."""
 
-    def __init__(self, problem: Problem, path: Sequence[tuple[int, int, int, int]]) -> None:
+    def __init__(self, problem: Problem, path: Sequence[PathCounts]) -> None:
         self.path = path
         layers, stages = problem.layers, problem.stages
         self.rest = [[inf] * (layers + 1) for _ in range(stages + 1)]
@@ -265,11 +206,12 @@ class _Stages:
         self.worst = worst
 
 
-def _length(counts: tuple[int, int, int, int], times: StageTimes) -> float:
+def _length(counts: PathCounts, times: StageTimes) -> float:
     return sum(count * time for count, time in zip(counts, times, strict=True) if count)
 
 
 def _neighbors(counts: Counts) -> Iterator[Counts]:
+    """The cuts with one layer moved over one boundary."""
     for boundary in range(len(counts) - 1):
         for step in (-1, 1):
             moved = list(counts)
@@ -277,23 +219,3 @@ def _neighbors(counts: Counts) -> Iterator[Counts]:
             moved[boundary + 1] -= step
             if moved[boundary] and moved[boundary + 1]:
                 yield tuple(moved)
-
-
-def runs(counts: Counts) -> Iterator[tuple[int, int]]:
-    """First layer and the one after the last, of each stage."""
-    end = 0
-    for count in counts:
-        end += count
-        yield end - count, end
-
-
-def _held(schedule: Schedule, rank: int) -> list[dict[int, int]]:
-    """How many microbatches of each of its stages a rank holds, at every moment where that may be the most."""
-    held = dict.fromkeys(schedule.stages_of(rank), 0)
-    moments = {tuple(held.values())}
-    for part in (part for action in schedule.rows[rank] for part in action.compute):
-        held[part.stage] += part.type is ActionType.F
-        moments.add(tuple(held.values()))
-        held[part.stage] -= part.type in (ActionType.B, ActionType.W)
-    most = [m for m in moments if not any(m != o and all(a <= b for a, b in zip(m, o, strict=True)) for o in moments)]
-    return [dict(zip(held, moment, strict=True)) for moment in most]

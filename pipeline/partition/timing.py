@@ -13,17 +13,22 @@ class StageTimes(NamedTuple):
     """Seconds of one stage for a microbatch."""
 
     forward: float
+    backward: float
     backward_input: float
     backward_weight: float
+    recompute: float
     transfer: float
     """Of a message over the boundary after the stage, either way."""
+
+
+Counts = tuple[int, int, int, int, int, int]
 
 
 class Path(NamedTuple):
     """The longest path: its length, and how often it takes each of a stage's times."""
 
     makespan: float
-    counts: tuple[tuple[int, int, int, int], ...]
+    counts: tuple[Counts, ...]
 
 
 class _Input(NamedTuple):
@@ -32,13 +37,8 @@ class _Input(NamedTuple):
     """Whose transfer lies between; -1 on one rank."""
 
 
-_PARTS = {
-    ActionType.F: (1, 0, 0),
-    ActionType.R: (1, 0, 0),
-    ActionType.B: (0, 1, 1),
-    ActionType.I: (0, 1, 0),
-    ActionType.W: (0, 0, 1),
-}
+_FIELD = {kind: at for at, kind in enumerate((ActionType.F, ActionType.B, ActionType.I, ActionType.W, ActionType.R))}
+_TRANSFER = StageTimes._fields.index("transfer")
 
 
 class Timer:
@@ -85,11 +85,6 @@ class Timer:
 
     def ends(self, times: Sequence[StageTimes]) -> list[float]:
         """When each action ends."""
-        seconds = {
-            (kind, stage): f * one.forward + i * one.backward_input + w * one.backward_weight
-            for kind, (f, i, w) in _PARTS.items()
-            for stage, one in enumerate(times)
-        }
         transfer = [*(one.transfer for one in times), 0.0]
         ends: list[float] = []
         for action, inputs in zip(self._actions, self._inputs, strict=True):
@@ -98,25 +93,24 @@ class Timer:
                 arrived = ends[node] + transfer[boundary]
                 if arrived > start:
                     start = arrived
-            ends.append(start + seconds[action.type, action.stage])
+            ends.append(start + times[action.stage][_FIELD[action.type]])
         return ends
 
     def longest(self, times: Sequence[StageTimes]) -> Path:
         """The makespan, and a path that takes that long."""
         ends = self.ends(times)
         transfer = [*(one.transfer for one in times), 0.0]
-        counts = [[0, 0, 0, 0] for _ in range(self._stages)]
+        counts = [[0] * len(StageTimes._fields) for _ in range(self._stages)]
         node = max(range(len(ends)), key=ends.__getitem__)
         makespan = ends[node]
         while True:
             action = self._actions[node]
-            for part, count in enumerate(_PARTS[action.type]):
-                counts[action.stage][part] += count
+            counts[action.stage][_FIELD[action.type]] += 1
             if not self._inputs[node]:
-                return Path(makespan, tuple((a, b, c, d) for a, b, c, d in counts))
+                return Path(makespan, tuple((a, b, c, d, e, f) for a, b, c, d, e, f in counts))
             node, boundary = max(self._inputs[node], key=lambda one: ends[one.node] + transfer[one.boundary])
             if boundary >= 0:
-                counts[boundary][3] += 1
+                counts[boundary][_TRANSFER] += 1
 
 
 def _boundary(moved: Message, schedule: Schedule) -> int:
