@@ -44,10 +44,9 @@ class ActivationMeter:
         """Count `tensor`'s storage until the returned object is dropped."""
         return Held(self, tensor)
 
-    def held(self, tensor: Tensor) -> int:
-        """The bytes of `tensor`'s storage if it is counted now, else 0."""
-        storage = tensor.untyped_storage()
-        return storage.nbytes() if int(storage._cdata) in self._holders else 0
+    def held(self, tensors: Iterable[Tensor]) -> int:
+        """The bytes of those of the tensors' storages that are counted now."""
+        return sum(storage.nbytes() for key, storage in _storages(tensors).items() if key in self._holders)
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node, get_gradient_edge
 
 from pipeline.engine.batch_norm import statistics_kept
 from pipeline.engine.materialize import give_memory
 from pipeline.engine.model import Layer
+from pipeline.engine.nest import Nest, flat, mapped, rebuilt
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape and dtype of one message."""
+    """The shape and dtype of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,12 +37,84 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one such message."""
+        """Bytes of one such tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
+
+SpecNest: TypeAlias = "TensorSpec | tuple[SpecNest, ...] | list[SpecNest] | dict[Any, SpecNest] | None"
+
+
+def specs_of(nest: Nest) -> SpecNest:
+    """The specs of the tensors in `nest`, in such a nest."""
+    specs: SpecNest = mapped(TensorSpec.of, nest)
+    return specs
+
+
+def in_words(nest: SpecNest) -> str:
+    """The specs in `nest` one after the other."""
+    return ", ".join(map(str, flat(nest))) or "nothing"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What one microbatch carries from a stage to the next, and which of it has a gradient that comes back.
+
+    Args:
+        nest: specs, nested as the layer before the boundary gives the tensors.
+        trained: for each tensor whether a layer before the boundary trains through it.
+        differentiable: for each tensor whether it is trained and the model's output depends on it.
+    """
+
+    nest: SpecNest
+    trained: tuple[bool, ...]
+    differentiable: tuple[bool, ...]
+    tensors: tuple[TensorSpec, ...] = field(init=False)
+    gradients: tuple[TensorSpec, ...] = field(init=False)
+    """Those of the tensors that are differentiable."""
+
+    def __post_init__(self) -> None:
+        tensors = flat(self.nest)
+        object.__setattr__(self, "tensors", tensors)
+        object.__setattr__(self, "gradients", tuple(self.of_differentiable(tensors)))
+
+    @classmethod
+    def of(cls, value: Nest, outputs: Nest) -> Boundary:
+        """Of tensors as these are, from which the model went on to `outputs`."""
+        trained = tuple(tensor.requires_grad for tensor in flat(value))
+        used = _edges_behind(outputs)
+        return cls(
+            specs_of(value),
+            trained,
+            tuple(each and _edge(tensor) in used for tensor, each in zip(flat(value), trained, strict=True)),
+        )
+
+    def message(self, kind: Literal["activation", "gradient"]) -> tuple[TensorSpec, ...]:
+        """What crosses, a transfer each: all tensors down, the gradients up."""
+        return self.tensors if kind == "activation" else self.gradients
+
+    def value(self, tensors: Sequence[Tensor]) -> Nest:
+        """What came, as the stage takes it."""
+        nest: Nest = rebuilt(self.nest, tensors)
+        return nest
+
+    def leaves(self, tensors: Sequence[Tensor]) -> Nest:
+        """What came, as a stage takes it that gives its gradients back."""
+        return self.value([t.requires_grad_(wanted) for t, wanted in zip(tensors, self.differentiable, strict=True)])
+
+    def of_differentiable(self, each: Sequence[Any]) -> list[Any]:
+        """Of something for every tensor what is for the differentiable ones."""
+        return [one for one, wanted in zip(each, self.differentiable, strict=True) if wanted]
+
+    def spread(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients that came, an entry a tensor: None where there is none."""
+        remaining = iter(gradients)
+        return [next(remaining) if wanted else None for wanted in self.differentiable]
+
+
+_Edge = tuple[Node, int]
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -47,14 +122,14 @@ Autocast = Callable[[], AbstractContextManager[object]]
 def boundaries(
     layers: Sequence[Layer],
     counts: Sequence[int],
-    inputs: TensorSpec,
+    inputs: SpecNest,
     *,
     dtype: torch.dtype,
     device: torch.device,
     autocast: Autocast,
     kept: Collection[int] = (),
-) -> tuple[TensorSpec, ...]:
-    """What each stage receives, and last what the last stage gives to the loss: one spec more than stages.
+) -> tuple[Boundary, ...]:
+    """What each stage receives, and last what the last stage gives to the loss: one more than stages.
 
     The layers run once on fake tensors, which have no memory but follow the same dtype rules as real ones (meta
     tensors don't: under autocast a meta Linear stays float32).
@@ -69,37 +144,60 @@ def boundaries(
         kept: layers inside a stage whose input is kept as well, for a recomputation of a part of the stage.
 
     Raises:
-        ValueError: a normalization would see a single value a channel, a layer refuses its input's shape, or a layer
-            overwrites an input that is kept: a stage's first one, or one of `kept`.
-        TypeError: a stage's output is not a tensor.
+        ValueError: a normalization would see a single value a channel, a layer refuses its input's shape or gives
+            what is no nest of tensors, or a layer overwrites an input that is kept: a stage's first one, or one of
+            `kept`.
     """
-    specs = [TensorSpec(inputs.shape, dtype if inputs.dtype.is_floating_point else inputs.dtype)]
     ends = {sum(counts[: stage + 1]) for stage in range(len(counts))}
     starts = {0, *ends, *kept}
     with torch.device("meta"):
         modules = [layer.build().train() for layer in layers]
     # a cumulative average asks for the number of batches so far, which a fake tensor doesn't have
     with FakeTensorMode(), torch.device(device), statistics_kept(modules):
-        value = torch.empty(specs[0].shape, dtype=specs[0].dtype)
+        value = mapped(lambda spec: _empty(spec, dtype), inputs)
+        crossing = [value]
+        watched: list[tuple[Tensor, int]] = []
         for index, (layer, module) in enumerate(zip(layers, modules, strict=True), start=1):
             give_memory(module, device, dtype)
-            received, version = value, value._version
+            if index - 1 in starts:
+                watched = [(tensor, tensor._version) for tensor in flat(value)]
             with autocast():
                 value = _checked_forward(layer, module, value)
-            if index - 1 in starts and received._version != version:
+            if any(tensor._version != version for tensor, version in watched):
                 raise ValueError(
                     f"layer {layer.name} overwrites its input, which its stage keeps for the backward: use an "
                     "operation out of place, or a cut that leaves this layer inside a stage"
                 )
             if index in ends:
-                specs.append(TensorSpec.of(value))
-    return tuple(specs)
+                crossing.append(value)
+        return tuple(Boundary.of(each, value) for each in crossing)
 
 
-def _checked_forward(layer: Layer, module: nn.Module, value: Tensor) -> Tensor:
-    received = TensorSpec.of(value)
+def _edges_behind(outputs: Nest) -> set[_Edge]:
+    """The edges of the graph that the outputs' gradients go along."""
+    pending = [_edge(tensor) for tensor in flat(outputs) if tensor.requires_grad]
+    found = set(pending)
+    while pending:
+        node, _ = pending.pop()
+        new = {(before, number) for before, number in node.next_functions if before is not None} - found
+        found |= new
+        pending += new
+    return found
+
+
+def _edge(tensor: Tensor) -> _Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _empty(spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+    return torch.empty(spec.shape, dtype=dtype if spec.dtype.is_floating_point else spec.dtype)
+
+
+def _checked_forward(layer: Layer, module: nn.Module, value: Nest) -> Nest:
+    received = in_words(specs_of(value))
     try:
-        output = module(value)
+        output: Nest = module(value)
     except ValueError as error:
         if "Expected more than 1 value per channel" in str(error):
             raise ValueError(
@@ -115,6 +213,15 @@ def _checked_forward(layer: Layer, module: nn.Module, value: Tensor) -> Tensor:
     except (RuntimeError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"layer {layer.name} refuses its input {received}: {reason}") from error
-    if not isinstance(output, Tensor):
-        raise TypeError(f"layer {layer.name} returns {type(output).__name__}: a layer must return one tensor")
+    _check_tensors(layer, output)
     return output
+
+
+def _check_tensors(layer: Layer, output: Nest) -> None:
+    leaves = flat(output)
+    others = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+    if others or not leaves:
+        raise ValueError(
+            f"layer {layer.name} returns {', '.join(others) or 'nothing'}: let it return a tensor, or tensors in "
+            "tuples, lists and dicts"
+        )

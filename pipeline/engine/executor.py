@@ -6,14 +6,16 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import le
 
 import torch
 from torch import Tensor
 
 from pipeline.engine.activations import ActivationMeter
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import Boundary, TensorSpec, in_words, specs_of
 from pipeline.engine.casts import casts_kept_for_a_step, graph_kept
-from pipeline.engine.passes import Pass, Run
+from pipeline.engine.nest import Nest, flat, mapped
+from pipeline.engine.passes import Gradients, Pass, Run
 from pipeline.engine.stage import Stage
 from pipeline.engine.standing import Activity, Board, Marker
 from pipeline.engine.trace import Clock, NoTrace, Trace, clock_for
@@ -25,6 +27,8 @@ from pipeline.schedule.grid import grid
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Event
 
+Tensors = tuple[Tensor, ...]
+
 
 class ActionError(RuntimeError):
     """An action failed: where, with the schedule's grid around it. The cause is chained."""
@@ -34,13 +38,14 @@ class ActionError(RuntimeError):
 class Microbatches:
     """One step's batch as this rank needs it: the microbatches' sizes, and the tensors of the end stages it holds.
 
+    Inputs and targets of a microbatch are a tensor, or a nest of tensors whose first dimension is the samples.
     `first` is the number of the first one among those of all replicas; `weight` is the whole batch's.
     """
 
     step: int
     sizes: tuple[int, ...]
-    inputs: tuple[Tensor, ...] | None
-    targets: tuple[Tensor, ...] | None
+    inputs: tuple[Nest, ...] | None
+    targets: tuple[Nest, ...] | None
     weight: float
     loss_scale: float = 1.0
     first: int = 0
@@ -57,8 +62,8 @@ class StepState:
     trace: Trace
     passes: dict[tuple[int, int], Pass] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
-    handover: dict[Hashable, Tensor] = field(default_factory=dict)
-    receives: dict[Hashable, Receive] = field(default_factory=dict)
+    handover: dict[Hashable, Tensors] = field(default_factory=dict)
+    receives: dict[Hashable, tuple[Receive, ...]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
     def loss(self) -> Tensor | None:
@@ -99,7 +104,7 @@ class Executor:
         rank: int,
         schedule: Schedule,
         stages: Mapping[int, Stage],
-        boundaries: Mapping[int, Sequence[TensorSpec]],
+        boundaries: Mapping[int, Sequence[Boundary]],
         transport: Transport,
         marker: Marker | None = None,
         reduce: Callable[[int], None] | None = None,
@@ -161,7 +166,7 @@ class Executor:
             self.position = position
             awaited = self._awaited(action, state)
             self._marker.move(position, waiting=bool(awaited))
-            while not all(receive.arrived() for receive in awaited.values()):
+            while not all(receive.arrived() for receives in awaited.values() for receive in receives):
                 yield action
             try:
                 self._run(action, state, awaited)
@@ -175,19 +180,19 @@ class Executor:
         self.completed += 1
         return StepResult(state.loss(), state.trace)
 
-    def _run(self, action: Action, state: StepState, awaited: Mapping[Hashable, Receive]) -> None:
+    def _run(self, action: Action, state: StepState, awaited: Mapping[Hashable, tuple[Receive, ...]]) -> None:
         if not action.type.is_compute:
             self._handlers[action.type](state, action)
             return
-        for needed, receive in awaited.items():
-            state.handover[needed] = receive.wait()
+        for needed, receives in awaited.items():
+            state.handover[needed] = tuple([receive.wait() for receive in receives])
         if awaited:
             self._marker.move(self.position)
         start = state.trace.mark()
         self._handlers[action.type](state, action)
         state.trace.add(action, start)
 
-    def _awaited(self, action: Action, state: StepState) -> dict[Hashable, Receive]:
+    def _awaited(self, action: Action, state: StepState) -> dict[Hashable, tuple[Receive, ...]]:
         """The posted receives that bring what `action` takes."""
         return {moved: state.receives.pop(moved) for moved in self._wires[action].awaits}
 
@@ -217,8 +222,8 @@ class Executor:
     def _backward(self, state: StepState, action: Action) -> None:
         """B, and I: the same pass, for I has left the weights' gradients of plain modules to W."""
         passed = state.passes.pop((action.stage, action.microbatch))
-        gradient = passed.backward(self._take_gradient(state, action))
-        self._hand_back(state, action, gradient, passed.inputs)
+        gradients = passed.backward(self._take_gradients(state, action, passed.trained()))
+        self._hand_back(state, action, gradients, passed.inputs)
         if passed.weights is not None:
             state.weights[action.stage, action.microbatch] = passed.weights
 
@@ -247,49 +252,61 @@ class Executor:
         targets = None
         if stage.loss is not None:
             assert batch.targets is not None, "the last stage's rank loads the targets"
-            targets = batch.targets[action.microbatch].to(self._device)
+            targets = mapped(lambda tensor: tensor.to(self._device), batch.targets[action.microbatch])
         number = batch.first + action.microbatch
         return partial(stage.forward, targets=targets, weight=batch.weight, step=batch.step, microbatch=number)
 
     # What goes in and out of a pass
 
-    def _take_inputs(self, state: StepState, action: Action) -> Tensor:
+    def _take_inputs(self, state: StepState, action: Action) -> Nest:
         if self.stages[action.stage].first:
             assert state.batch.inputs is not None, "the first stage's rank loads the inputs"
-            return self._load(state.batch.inputs[action.microbatch])
-        inputs = state.handover.pop(self._wires[action].takes)
-        return inputs if self.schedule.forward_only else inputs.requires_grad_(inputs.is_floating_point())
+            inputs: Nest = mapped(self.stages[0].placement.loaded, state.batch.inputs[action.microbatch])
+            return inputs
+        boundary = self._boundary(state, action.stage, action.microbatch)
+        tensors = state.handover.pop(self._wires[action].takes)
+        return boundary.value(tensors) if self.schedule.forward_only else boundary.leaves(tensors)
 
-    def _hand_on(self, state: StepState, action: Action, output: Tensor) -> None:
+    def _hand_on(self, state: StepState, action: Action, output: Nest) -> None:
+        tensors = flat(output)
         if self.stages[action.stage].loss is not None:
-            state.losses[action.microbatch] = output
+            (state.losses[action.microbatch],) = tensors
             return
-        self._check(output, self._spec(state, action.stage + 1, action.microbatch), action)
-        state.handover[self._wires[action].makes] = output
+        self._check(tensors, self._boundary(state, action.stage + 1, action.microbatch).tensors, action)
+        state.handover[self._wires[action].makes] = tensors
 
-    def _take_gradient(self, state: StepState, action: Action) -> Tensor:
+    def _take_gradients(self, state: StepState, action: Action, trained: Sequence[bool]) -> Gradients:
         if self.stages[action.stage].loss is not None:
-            return state.losses[action.microbatch].new_full((), state.batch.loss_scale)
-        return state.handover.pop(self._wires[action].takes)
+            return [state.losses[action.microbatch].new_full((), state.batch.loss_scale)]
+        boundary = self._boundary(state, action.stage + 1, action.microbatch)
+        if not all(map(le, trained, boundary.trained)):
+            raise ValueError(
+                f"stage {action.stage} trains now and was frozen when the run was planned: unfreeze layers before, or "
+                "plan again"
+            )
+        return boundary.spread(state.handover.pop(self._wires[action].takes))
 
-    def _hand_back(self, state: StepState, action: Action, gradient: Tensor | None, inputs: Tensor) -> None:
+    def _hand_back(self, state: StepState, action: Action, gradients: Gradients, inputs: Nest) -> None:
         if not self.stages[action.stage].first:
-            gradient = torch.zeros_like(inputs) if gradient is None else gradient
-            self._check(gradient, self._spec(state, action.stage, action.microbatch), action)
-            state.handover[self._wires[action].makes] = gradient
+            boundary = self._boundary(state, action.stage, action.microbatch)
+            pairs = boundary.of_differentiable(list(zip(gradients, flat(inputs), strict=True)))
+            given = tuple([torch.zeros_like(each) if gradient is None else gradient for gradient, each in pairs])
+            self._check(given, boundary.gradients, action)
+            state.handover[self._wires[action].makes] = given
 
     # Communication
 
     def _send(self, state: StepState, action: Action) -> None:
         transfer = self._transfer(action)
-        tensor = state.handover.pop(transfer.message, None)
-        if tensor is not None:  # else it left in the middle of an overlapped pair
+        for tensor in state.handover.pop(transfer.message, ()):  # none if it left in the middle of an overlapped pair
             self._transport.send(transfer.channel, transfer.message, tensor)
 
     def _post_receive(self, state: StepState, action: Action) -> None:
         transfer = self._transfer(action)
-        spec = self._spec(state, transfer.stage, action.microbatch)
-        state.receives[transfer.message] = self._transport.receive(transfer.channel, transfer.message, spec)
+        specs = self._boundary(state, transfer.stage, action.microbatch).message(transfer.channel.kind)
+        state.receives[transfer.message] = tuple(
+            [self._transport.receive(transfer.channel, transfer.message, spec) for spec in specs]
+        )
 
     def _transfer(self, action: Action) -> Transfer:
         transfer = self._wires[action].transfer
@@ -298,17 +315,13 @@ class Executor:
 
     # Small things
 
-    def _spec(self, state: StepState, stage: int, microbatch: int) -> TensorSpec:
+    def _boundary(self, state: StepState, stage: int, microbatch: int) -> Boundary:
         return self._boundaries[state.batch.sizes[microbatch]][stage]
 
-    def _check(self, tensor: Tensor, expected: TensorSpec, action: Action) -> None:
-        if not expected.fits(tensor):
-            found = TensorSpec.of(tensor)
-            raise TypeError(f"stage {action.stage} made {found} for its neighbor, which expects {expected}")
-
-    def _load(self, inputs: Tensor) -> Tensor:
-        """A microbatch of the batch where and as the first stage computes; a view where nothing is to be converted."""
-        return inputs.to(self._device, self.stages[0].placement.dtype if inputs.is_floating_point() else None)
+    def _check(self, tensors: Tensors, expected: tuple[TensorSpec, ...], action: Action) -> None:
+        if len(tensors) != len(expected) or not all(map(TensorSpec.fits, expected, tensors)):
+            found = in_words(specs_of(tensors))
+            raise TypeError(f"stage {action.stage} made {found} for its neighbor, which expects {in_words(expected)}")
 
     def _set_mode(self) -> None:
         for stage in self.stages.values():
@@ -323,7 +336,7 @@ class Executor:
                 stage.commit_step()
 
     def _metering(self, batch: Microbatches) -> AbstractContextManager[None]:
-        given = [*(batch.inputs or ()), *(batch.targets or ())]
+        given = flat((batch.inputs, batch.targets))
         return nullcontext() if self.meter is None else self.meter.excluding(given)
 
     def _describe(self, action: Action, step: int, error: Exception) -> str:

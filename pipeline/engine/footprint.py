@@ -17,6 +17,7 @@ from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.casts import casts_kept_for_a_step
 from pipeline.engine.materialize import give_memory
 from pipeline.engine.model import Layer, Model
+from pipeline.engine.nest import Nest, flat, mapped, rebuilt
 from pipeline.engine.passes import Pass, Run
 from pipeline.engine.segments import Recomputed
 from pipeline.engine.stage import Placement, Stage
@@ -28,8 +29,8 @@ def measure_footprint(
     model: Model,
     counts: Sequence[int],
     placement: Placement,
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: Nest,
+    targets: Nest,
     recomputed: Recomputed | None = None,
 ) -> Footprint:
     """What a meter would count of one microbatch alone, an entry a stage.
@@ -53,8 +54,8 @@ def measure_footprint(
 
     kept, again, start = [], [], 0
     with FakeTensorMode() as mode, _StatisticsInFull():  # type: ignore[no-untyped-call]
-        batch = [mode.from_tensor(tensor) for tensor in (inputs, targets)]
-        value = batch[0].to(placement.device, placement.dtype if inputs.is_floating_point() else None)
+        batch: tuple[Nest, Nest] = mapped(mode.from_tensor, (inputs, targets))
+        value: Nest = mapped(placement.loaded, batch[0])
         for index, count in enumerate(counts):
             stage = Stage(
                 index,
@@ -125,32 +126,35 @@ class _Entry(NamedTuple):
 class _Microbatch:
     """One microbatch's way through one stage."""
 
-    def __init__(self, stage: Stage, inputs: Tensor, batch: Sequence[Tensor]) -> None:
+    def __init__(self, stage: Stage, inputs: Nest, batch: tuple[Nest, Nest]) -> None:
         self._stage = stage
         self._inputs = inputs
         self._batch = batch
 
-    def measure(self, *, recomputed: bool) -> tuple[_Entry, Tensor]:
-        """The stage's entry, and its output for the stage after it."""
+    def measure(self, *, recomputed: bool) -> tuple[_Entry, Nest]:
+        """The stage's entry, and what the stage after it receives: leaves with memory of their own."""
         whole, peak_of_whole = self._before_a_whole_backward(recomputed)
         with self._metered(recomputed, split=True) as (meter, passed, run):
             output = passed.forward(run)
-            checkpoint, kept_output = meter.bytes, meter.held(output)
+            tensors = flat(output)
+            checkpoint, kept_output = meter.bytes, meter.held(tensors)
             peak_of_recompute = self._recompute(meter, passed, run)
             activation = max(meter.bytes, whole)
             meter.peak_bytes = 0
-            passed.backward(torch.empty_like(output))
+            wanted = passed.trained()
+            passed.backward([torch.empty_like(t) if one else None for t, one in zip(tensors, wanted, strict=True)])
             entry = _Entry(
                 activation=activation,
                 weight_gradient=meter.bytes,
                 checkpoint=checkpoint,
-                boundary=output.nbytes,
+                boundary=sum(each.nbytes for each in tensors),
                 during_recompute=max(peak_of_recompute - activation, peak_of_whole - activation, 0),
                 during_input=max(meter.peak_bytes - activation, 0),
                 kept_output=kept_output,
-                input_for_weight=meter.held(passed.inputs),
+                input_for_weight=meter.held(flat(passed.inputs)),
             )
-        return entry, output
+        received = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
+        return entry, rebuilt(output, map(Tensor.requires_grad_, received, wanted))
 
     def _before_a_whole_backward(self, recomputed: bool) -> tuple[int, int]:
         """What is held after F, or R, where the modules are not split; and at most in R."""
@@ -168,10 +172,10 @@ class _Microbatch:
     def _metered(self, recomputed: bool, *, split: bool) -> Iterator[tuple[ActivationMeter, Pass, Run]]:
         stage = self._stage
         meter = ActivationMeter(tensor for _, tensor in stage.named_tensors())
-        targets = self._batch[1].to(stage.placement.device)
+        targets = mapped(lambda tensor: tensor.to(stage.placement.device), self._batch[1])
         # a cumulative average asks for the number of batches so far, which a fake tensor doesn't have
-        with casts_kept_for_a_step(), meter.excluding(self._batch), stage.recomputing():
-            inputs = self._inputs.detach().requires_grad_(self._inputs.is_floating_point() and not stage.first)
+        with casts_kept_for_a_step(), meter.excluding(flat(self._batch)), stage.recomputing():
+            inputs = mapped(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), self._inputs)
             weights = WeightGradients(meter.hold) if split else None
             passed = Pass(stage, inputs, recomputed=recomputed, weights=weights, meter=meter)
             yield meter, passed, partial(stage.forward, targets=targets, weight=1.0, step=0, microbatch=0)

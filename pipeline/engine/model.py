@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,10 @@ class Layer(Protocol):
 class Loss(Protocol):
     """The sum over samples (tokens), so that only one place divides: the engine, by the weight of the whole batch."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor, /) -> Tensor:
-        """The summed loss, a scalar."""
+    def __call__(self, outputs: Any, targets: Any, /) -> Tensor:
+        """The summed loss, a scalar, of the last layer's output and the targets: tensors or nests of them."""
 
-    def weight(self, targets: Tensor, /) -> int:
+    def weight(self, targets: Any, /) -> int:
         """The number of samples (tokens) that the sum runs over."""
 
 

@@ -9,7 +9,7 @@ A pass is a chain of segments (`pipeline.engine.segments`), each with a graph of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -20,19 +20,23 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.casts import graph_kept
 from pipeline.engine.costly import CostlyOutputs
+from pipeline.engine.nest import Nest, flat, mapped
 from pipeline.engine.segments import Segment
 from pipeline.engine.stage import Stage
 from pipeline.engine.weight_gradient import WeightGradients
 
-Run = Callable[..., Tensor]
-"""`Stage.forward` of one microbatch, to be called with the input and the `layers` that take it."""
+Gradients = Sequence[Tensor | None]
+"""One entry a tensor of a nest; None: no gradient comes to it, or it is wanted by nobody."""
+
+Run = Callable[..., Any]
+"""`Stage.forward` of one microbatch, to be called with the input and the `layers` that take it. Gives a nest."""
 
 
 class Pass:
     """What one microbatch leaves in one stage between its actions.
 
     Args:
-        inputs: what the stage receives, a leaf.
+        inputs: what the stage receives, leaves.
         recomputed: whether an R comes between forward and backward.
         weights: gathers what the backward leaves for W; None: nothing.
         meter: counts what is held, if somebody asks.
@@ -41,7 +45,7 @@ class Pass:
     def __init__(
         self,
         stage: Stage,
-        inputs: Tensor,
+        inputs: Nest,
         *,
         recomputed: bool,
         weights: WeightGradients | None = None,
@@ -54,17 +58,15 @@ class Pass:
         self._segments = stage.segments if recomputed else stage.whole
         self._sections: list[_Section] = []
 
-    def forward(self, run: Run) -> Tensor:
+    def forward(self, run: Run) -> Nest:
         """The stage's output, without a graph."""
         value = self.inputs
         for segment in self._segments:
             section = _section_of(segment)(self, segment.layers, value)
             self._sections.append(section)
-            output = section.forward(run)
-            value = output.detach()
-            if segment is not self._segments[-1]:
-                value.requires_grad_(section.passes_gradient(output))
-            del output  # its graph has a place of its own
+            last = segment is self._segments[-1]
+            # the output's graph has a place of its own
+            value = mapped(Tensor.detach if last else section.leaf, section.forward(run))
         return value
 
     def recompute(self, run: Run) -> None:
@@ -73,9 +75,13 @@ class Pass:
             for section in self._sections:
                 section.recompute(run)
 
-    def backward(self, gradient: Tensor) -> Tensor | None:
-        """The gradient of the stage's input, None where it has none; the pass holds nothing more but for W."""
-        passed: Tensor | None = gradient
+    def trained(self) -> tuple[bool, ...]:
+        """Of each tensor of the output whether the backward can start there: known once the graphs are built."""
+        return tuple(root is not None for root in self._sections[-1].roots)
+
+    def backward(self, gradients: Gradients) -> Gradients:
+        """The gradients of the stage's input, from those of its output; the pass holds nothing more but for W."""
+        passed = gradients
         while self._sections:
             passed = self._sections.pop().backward(passed)
         return passed
@@ -84,63 +90,69 @@ class Pass:
 class _Section:
     """One segment of a pass, which keeps its graph from F on."""
 
-    def __init__(self, owner: Pass, layers: slice, inputs: Tensor) -> None:
+    def __init__(self, owner: Pass, layers: slice, inputs: Nest) -> None:
         self.inputs = inputs
         self._owner = owner
         self._layers = layers
-        self._root: GradientEdge | None = None
-        """Where the backward starts: the output's place in the graph, without its data. None: nothing to train here."""
-        self._held = owner.meter.hold(inputs) if owner.meter is not None else None
+        self.roots: tuple[GradientEdge | None, ...] = ()
+        """Where the backward starts: the outputs' places in the graph, without their data. None: nothing to train."""
+        self._held = [owner.meter.hold(tensor) for tensor in flat(inputs)] if owner.meter is not None else None
 
-    def forward(self, run: Run) -> Tensor:
+    def forward(self, run: Run) -> Nest:
         return self._build(run)
 
     def recompute(self, run: Run) -> None:
         """There is nothing to be done again."""
 
-    def passes_gradient(self, output: Tensor) -> bool:
-        """Whether the backward of what comes after should go on here."""
+    def leaf(self, output: Tensor) -> Tensor:
+        """A tensor of the output as the input of what comes after, whose backward goes on here if there's any use."""
+        return output.detach().requires_grad_(self._passes_gradient(output))
+
+    def _passes_gradient(self, output: Tensor) -> bool:
         return output.requires_grad
 
-    def backward(self, gradient: Tensor | None) -> Tensor | None:
-        if self._root is None or gradient is None:
-            return None
-        with self._owner.stage.in_backward(self._owner.weights):
-            torch.autograd.backward(self._root, gradient)
-        return self.inputs.grad
+    def backward(self, gradients: Gradients) -> Gradients:
+        """The gradients of the inputs, from those of the outputs."""
+        places = [place for place, root in enumerate(self.roots) if root is not None and gradients[place] is not None]
+        if places:
+            roots, given = [self.roots[place] for place in places], [gradients[place] for place in places]
+            with self._owner.stage.in_backward(self._owner.weights):
+                torch.autograd.backward(roots, given)  # type: ignore[arg-type]
+        return [tensor.grad for tensor in flat(self.inputs)]
 
-    def _build(self, run: Run) -> Tensor:
+    def _build(self, run: Run) -> Nest:
         owner = self._owner
         watch = nullcontext() if owner.meter is None else owner.meter.watch()
         with watch, graph_kept(True), owner.stage.deferring(owner.weights):
-            output = run(self.inputs, layers=self._layers)
-        self._root = get_gradient_edge(output) if output.requires_grad else None
+            output: Nest = run(self.inputs, layers=self._layers)
+        self.roots = tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in flat(output))
         return output
 
 
 class _Recomputed(_Section):
     """Keeps its input alone from F to R."""
 
-    def forward(self, run: Run) -> Tensor:
+    def forward(self, run: Run) -> Nest:
         with graph_kept(False):
-            return run(self.inputs, layers=self._layers)
+            output: Nest = run(self.inputs, layers=self._layers)
+        return output
 
     def recompute(self, run: Run) -> None:
         self._build(run)
 
-    def passes_gradient(self, output: Tensor) -> bool:
-        trains = self.inputs.requires_grad or self._owner.stage.trains(self._layers)
+    def _passes_gradient(self, output: Tensor) -> bool:
+        trains = any(tensor.requires_grad for tensor in flat(self.inputs)) or self._owner.stage.trains(self._layers)
         return trains and output.is_floating_point()
 
 
 class _RecomputedAroundCostly(_Section):
     """Keeps its input, and the outputs of costly operations, from F to R."""
 
-    def __init__(self, owner: Pass, layers: slice, inputs: Tensor) -> None:
+    def __init__(self, owner: Pass, layers: slice, inputs: Nest) -> None:
         super().__init__(owner, layers, inputs)
         self._costly = CostlyOutputs(owner.meter.hold if owner.meter is not None else None)
 
-    def forward(self, run: Run) -> Tensor:
+    def forward(self, run: Run) -> Nest:
         """As R will do it, with a graph that comes to nothing: which operations run depends on whether there is one."""
         owner = self._owner
         unused = None if owner.weights is None else WeightGradients()
@@ -149,7 +161,8 @@ class _RecomputedAroundCostly(_Section):
             stack.enter_context(graph_kept(True))
             stack.enter_context(owner.stage.deferring(unused))
             stack.enter_context(self._costly.keeping())
-            return run(self.inputs, layers=self._layers)
+            output: Nest = run(self.inputs, layers=self._layers)
+        return output
 
     def recompute(self, run: Run) -> None:
         with self._costly.handing_back():

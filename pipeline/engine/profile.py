@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from pipeline.engine.model import Model
+from pipeline.engine.nest import Nest, flat, mapped
 from pipeline.engine.passes import Pass
 from pipeline.engine.segments import Recomputed
 from pipeline.engine.stage import Placement, Stage
@@ -41,8 +41,8 @@ class LayerProfile:
 def profile_layers(
     model: Model,
     placement: Placement,
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: Nest,
+    targets: Nest,
     *,
     repeats: int = REPEATS,
     keeps_costly: bool = False,
@@ -59,8 +59,8 @@ def profile_layers(
     """
     profiles = []
     part = Recomputed(keeps_costly=keeps_costly)
-    dtype = placement.dtype if inputs.is_floating_point() else None
-    value, answers = inputs.to(placement.device, dtype, copy=True), targets.to(placement.device)
+    value = mapped(lambda tensor: placement.loaded(tensor.clone()), inputs)
+    answers = mapped(lambda tensor: tensor.to(placement.device), targets)
     for index, layer in enumerate(model.layers):
         last = index == len(model.layers) - 1
         stage = Stage(index, [layer], model, placement, last=last, recomputed=part)
@@ -75,7 +75,7 @@ def profile_layers(
 class _Passes:
     """Forwards and backwards of one layer, as a stage of its own, on one microbatch."""
 
-    def __init__(self, stage: Stage, inputs: Tensor, targets: Tensor, model: Model, clock: Callable[[], float]) -> None:
+    def __init__(self, stage: Stage, inputs: Nest, targets: Nest, model: Model, clock: Callable[[], float]) -> None:
         stage.split_backward()
         stage.train(True)
         self._stage = stage
@@ -86,7 +86,7 @@ class _Passes:
         self._clock = clock
         self._run = partial(stage.forward, targets=targets, weight=self._weight, step=0, microbatch=0)
 
-    def profile(self, repeats: int) -> tuple[LayerProfile, Tensor]:
+    def profile(self, repeats: int) -> tuple[LayerProfile, Nest]:
         """The layer's profile, and its output for the layer after it.
 
         The kinds of passes take turns, so that a busy spell of the machine falls on all of them.
@@ -104,7 +104,7 @@ class _Passes:
             backward_input=backward_input,
             backward_weight=backward_weight,
             recompute=recompute,
-            output_bytes=output.nbytes,
+            output_bytes=sum(tensor.nbytes for tensor in flat(output)),
         )
         return profile, output
 
@@ -132,19 +132,23 @@ class _Passes:
         passed.recompute(self._run)
         return self._now() - began
 
-    def _leaf(self) -> Tensor:
+    def _leaf(self) -> Nest:
         for _, parameter in self._stage.named_parameters():
             parameter.grad = None
-        return self._inputs.detach().requires_grad_(self._inputs.is_floating_point() and not self._stage.first)
+        wanted = not self._stage.first
+        leaves: Nest = mapped(lambda one: one.detach().requires_grad_(wanted and one.is_floating_point()), self._inputs)
+        return leaves
 
-    def _forward(self, inputs: Tensor, weights: WeightGradients | None) -> Tensor:
+    def _forward(self, inputs: Nest, weights: WeightGradients | None) -> Nest:
         with self._stage.deferring(weights):
-            return self._run(inputs)
+            output: Nest = self._run(inputs)
+        return output
 
-    def _backward(self, output: Tensor, weights: WeightGradients | None = None) -> None:
-        if output.requires_grad:
+    def _backward(self, output: Nest, weights: WeightGradients | None = None) -> None:
+        ends = [tensor for tensor in flat(output) if tensor.requires_grad]
+        if ends:
             with self._stage.deferring(weights):
-                torch.autograd.backward(output, torch.ones_like(output))
+                torch.autograd.backward(ends, [torch.ones_like(tensor) for tensor in ends])
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.engine.boundary import TensorSpec
 from pipeline.engine.executor import Executor, Microbatches, run
+from pipeline.engine.nest import Nest, mapped
 from pipeline.engine.stage import Stage
 from pipeline.engine.transport import InProcessTransport, Receive
 from pipeline.schedule.schedule import Channel
@@ -55,9 +56,14 @@ def rehearse(executor: Executor, batch: Microbatches) -> None:
         run([executor], [replace(batch, inputs=_zeros(batch.inputs), targets=_zeros(batch.targets))])
 
 
-def _zeros(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+def _zeros(batch: tuple[Nest, ...] | None) -> tuple[Nest, ...] | None:
     """Of the same layout too: code is compiled for it."""
-    return tensors and tuple(tensor.new_empty_strided(tensor.size(), tensor.stride()).zero_() for tensor in tensors)
+    zeros: tuple[Nest, ...] | None = mapped(_zeros_like, batch)
+    return zeros
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return tensor.new_empty_strided(tensor.size(), tensor.stride()).zero_()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pipeline.engine.boundary import Autocast
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.materialize import MakeLayer, materialize, named_tensors
 from pipeline.engine.model import Layer, Model
+from pipeline.engine.nest import Nest
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
 from pipeline.engine.segments import Recomputed, whole
 from pipeline.engine.split_modules import add_at_once, split_weight_gradients
@@ -38,6 +39,10 @@ class Placement:
     compiler: Compiler | None = None
     defers_batch_norm: bool = False
     masters: torch.dtype | None = None
+
+    def loaded(self, inputs: Tensor) -> Tensor:
+        """A tensor of a batch where and as the first stage computes; a view where nothing is to be converted."""
+        return inputs.to(self.device, self.dtype if inputs.is_floating_point() else None)
 
 
 class Stage:
@@ -85,7 +90,7 @@ class Stage:
         self._at_once: AddedAtOnce | None = None
         self._seeds = tuple(name_seed(placement.seed, layer.name) for layer in layers) if model.stochastic else ()
 
-    def _call(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, or what runs in its place."""
         compiler = self.placement.compiler
         return function if compiler is None else compiler.compiled(function)
@@ -166,15 +171,15 @@ class Stage:
 
     def forward(
         self,
-        inputs: Tensor,
-        targets: Tensor | None,
+        inputs: Nest,
+        targets: Nest,
         *,
         weight: float,
         step: int,
         microbatch: int,
         layers: slice = slice(None),
-    ) -> Tensor:
-        """The stage's output, or on the last stage the microbatch's share of the loss.
+    ) -> Any:
+        """The stage's output, a nest, or on the last stage the microbatch's share of the loss.
 
         Args:
             inputs: the microbatch as the stage before sent it, or the model's input.
@@ -186,7 +191,7 @@ class Stage:
         """
         positions = range(len(self.modules))[layers]
         with self.placement.autocast():
-            value = inputs
+            value: Any = inputs
             for position in positions:
                 if self._seeds and self.modules[position].training:  # an evaluation leaves the generators alone
                     seed_layer(mixed_seed(self._seeds[position], step, microbatch), self.placement.device)

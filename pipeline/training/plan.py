@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from pipeline import partition
-from pipeline.engine.boundary import TensorSpec, boundaries
+from pipeline.engine.boundary import Boundary, SpecNest, TensorSpec, boundaries
 from pipeline.engine.model import Model
+from pipeline.engine.nest import Nest, flat, mapped, rebuilt
 from pipeline.engine.segments import Recomputed
 from pipeline.engine.standing import Activity
 from pipeline.schedule.costs import Costs
@@ -48,7 +48,7 @@ class Plan:
     counts: tuple[int, ...]
     """How many consecutive layers each stage holds."""
     tied: Mapping[str, str]
-    boundaries: Mapping[int, tuple[TensorSpec, ...]]
+    boundaries: Mapping[int, tuple[Boundary, ...]]
     """By microbatch size: what each stage receives, and last what the loss receives."""
     microbatch_sizes: tuple[int, ...]
     recomputed: Recomputed
@@ -104,10 +104,10 @@ class Plan:
         Raises:
             ValueError: both numbers and the cure.
         """
-        outputs = self.boundaries[self.microbatch_sizes[0]][-1].shape[-1]
-        if outputs < classes:
+        outputs = self.boundaries[self.microbatch_sizes[0]][-1].nest
+        if isinstance(outputs, TensorSpec) and outputs.shape[-1] < classes:
             raise ValueError(
-                f"the model tells {outputs} classes apart and the data has {classes}: "
+                f"the model tells {outputs.shape[-1]} classes apart and the data has {classes}: "
                 f"use model.vocabulary={classes} (gpt), model.classes={classes} (images), or as wide a last layer"
             )
 
@@ -118,7 +118,7 @@ class Plan:
 def make_plan(
     settings: Settings,
     model: Model,
-    inputs: TensorSpec,
+    inputs: SpecNest,
     device: torch.device,
     costs: Costs | None = None,
     footprint: Footprint | None = None,
@@ -128,7 +128,7 @@ def make_plan(
     Args:
         settings: checked already (`Settings.check`).
         model: nothing of it is given memory.
-        inputs: one whole batch of the model's input.
+        inputs: one whole batch of the model's input: a tensor's spec, or a nest of such.
         device: its type decides autocast's rules.
         costs: measured ones, for a schedule that is searched for its costs; None: the stated ones.
         footprint: bytes of a microbatch at each stage, for checkpointing with a limit in bytes; None: the stated ones.
@@ -144,7 +144,7 @@ def make_plan(
     evaluation = lower(forward_only(schedule.stage_to_rank, settings.microbatches), prefetch=settings.prefetch)
     for complete in (program, evaluation):
         validate(complete)
-    sizes = microbatch_sizes(inputs.shape[0], settings.microbatches)
+    sizes = microbatch_sizes(samples(inputs), settings.microbatches)
     part = recomputed_part(settings.activation_checkpoint)
     return Plan(
         schedule=schedule,
@@ -191,14 +191,14 @@ def cut(settings: Settings, layers: Sequence[LayerSize], stages: int) -> tuple[i
 
 
 def _boundaries(
-    settings: Settings, model: Model, counts: Sequence[int], inputs: TensorSpec, size: int, device: torch.device
-) -> tuple[TensorSpec, ...]:
+    settings: Settings, model: Model, counts: Sequence[int], inputs: SpecNest, size: int, device: torch.device
+) -> tuple[Boundary, ...]:
     part = recomputed_part(settings.activation_checkpoint)
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     return boundaries(
         model.layers,
         counts,
-        TensorSpec((size, *inputs.shape[1:]), inputs.dtype),
+        mapped(lambda spec: TensorSpec((size, *spec.shape[1:]), spec.dtype), inputs),
         dtype=parameter_dtype(settings.precision),
         device=device,
         autocast=autocast(settings.precision, device.type),
@@ -206,6 +206,29 @@ def _boundaries(
     )
 
 
-def split(batch: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """The batch cut into microbatches of these sizes."""
-    return torch.split(batch, list(sizes))
+def split(batch: Nest, sizes: Sequence[int]) -> tuple[Nest, ...]:
+    """The batch cut into microbatches of these sizes, every tensor of it along its first dimension."""
+    parts = [torch.split(tensor, list(sizes)) for tensor in flat(batch)]
+    return tuple(rebuilt(batch, part) for part in zip(*parts, strict=True))
+
+
+def first(batches: tuple[Nest, ...], size: int) -> tuple[Nest, ...]:
+    """The first `size` samples of each batch."""
+    parts: tuple[Nest, ...] = mapped(lambda tensor: tensor[:size], batches)
+    return parts
+
+
+def samples(batch: Nest | SpecNest) -> int:
+    """How many samples a batch holds: the first dimension of each of its tensors.
+
+    Raises:
+        ValueError: they don't agree, or a tensor has none.
+    """
+    shapes = [tuple(tensor.shape) for tensor in flat(batch)]
+    sizes = {shape[:1] for shape in shapes}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(
+            f"a batch of tensors of shapes {', '.join(map(str, shapes)) or 'none'}: let the first dimension of each be "
+            "the samples"
+        )
+    return int(sizes.pop()[0])

@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from pipeline.engine.footprint import measure_footprint
 from pipeline.engine.model import Model
+from pipeline.engine.nest import Nest
 from pipeline.engine.segments import Recomputed
 from pipeline.engine.stage import Placement
 from pipeline.schedule.memory import Footprint, peak_activation_bytes
 from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.placement import place
-from pipeline.training.plan import Plan, microbatch_sizes, split
+from pipeline.training.plan import Plan, first, microbatch_sizes, samples, split
 from pipeline.training.settings import Settings
 
 _log = logging.getLogger(__name__)
 
 
 def with_predicted_bytes(
-    plan: Plan, settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device
+    plan: Plan, settings: Settings, model: Model, inputs: Nest, targets: Nest, device: torch.device
 ) -> Plan:
     """`plan` with the peak activation bytes of each rank; without where they can't be told, as of compiled stages.
 
@@ -43,7 +43,7 @@ def with_predicted_bytes(
 
 
 def footprint_for_a_limit(
-    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device, counts: Sequence[int]
+    settings: Settings, model: Model, inputs: Nest, targets: Nest, device: torch.device, counts: Sequence[int]
 ) -> Footprint | None:
     """`predict_footprint` where checkpointing has a limit in bytes to keep; else None."""
     if settings.activation_checkpoint.memory_limit is None:
@@ -52,7 +52,7 @@ def footprint_for_a_limit(
 
 
 def predict_footprint(
-    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device, counts: Sequence[int]
+    settings: Settings, model: Model, inputs: Nest, targets: Nest, device: torch.device, counts: Sequence[int]
 ) -> Footprint | None:
     """What the largest microbatch takes at each stage; None, after a warning, where fake tensors can't tell.
 
@@ -62,7 +62,8 @@ def predict_footprint(
     """
     size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
     part = recomputed_part(settings.activation_checkpoint)
-    found = footprints_of(model, counts, place(settings, device), [inputs[:size]], [targets[:size]], part)
+    one, its_targets = first((inputs, targets), size)
+    found = footprints_of(model, counts, place(settings, device), [one], [its_targets], part)
     return found[0] if found else None
 
 
@@ -70,20 +71,20 @@ def footprints_of(
     model: Model,
     counts: Sequence[int],
     placement: Placement,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
+    inputs: Sequence[Nest],
+    targets: Sequence[Nest],
     recomputed: Recomputed,
 ) -> list[Footprint] | None:
     """One for each microbatch; those of one size share one. None, after a warning, where fake tensors don't do."""
     found: dict[int, Footprint] = {}
     try:
         for part, answer in zip(inputs, targets, strict=True):
-            if len(part) not in found:
-                found[len(part)] = measure_footprint(model, counts, placement, part, answer, recomputed)
+            if samples(part) not in found:
+                found[samples(part)] = measure_footprint(model, counts, placement, part, answer, recomputed)
     except RuntimeError as error:  # an operation whose result depends on numbers, as item() does
         _log.warning("activation bytes are not predicted, the model can't run on fake tensors: %s", _first_line(error))
         return None
-    return [found[len(part)] for part in inputs]
+    return [found[samples(part)] for part in inputs]
 
 
 def _first_line(error: RuntimeError) -> str:

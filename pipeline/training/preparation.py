@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import specs_of
 from pipeline.engine.model import Model
 from pipeline.training import rendezvous
 from pipeline.training.checkpoint import Checkpoint, find_checkpoint
@@ -42,7 +42,7 @@ def prepare(settings: Settings, builders: Builders, validation_batches: int) -> 
         profile = take_profile(settings, model, inputs, targets, device)
         costs = to_costs(profile.layers, counts, recomputed_part(settings.activation_checkpoint), settings)
     footprint = footprint_for_a_limit(settings, model, inputs, targets, device, counts)
-    plan = make_plan(settings, model, TensorSpec.of(inputs), device, costs, footprint)
+    plan = make_plan(settings, model, specs_of(inputs), device, costs, footprint)
     plan.check_targets(data.classes)
     plan = with_predicted_bytes(plan, settings, model, inputs, targets, device)
     if rendezvous.rank() == 0:

@@ -21,7 +21,7 @@ class Conditions:
 
     model: str
     inputs: tuple[int, ...]
-    """The shape of one microbatch, its size first."""
+    """The shape of one microbatch, its size first; of several tensors one shape after the other."""
     parameters: tuple[int, ...]
     """Of each layer."""
     precision: str

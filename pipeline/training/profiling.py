@@ -9,17 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.engine.materialize import give_memory
 from pipeline.engine.model import Layer, Model
+from pipeline.engine.nest import Nest, flat
 from pipeline.engine.profile import profile_layers
 from pipeline.engine.segments import Recomputed
 from pipeline.partition import LayerCosts
 from pipeline.schedule.costs import Costs
 from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.placement import place
-from pipeline.training.plan import layer_sizes, microbatch_sizes
+from pipeline.training.plan import first, layer_sizes, microbatch_sizes
 from pipeline.training.precision import master_dtype, parameter_dtype
 from pipeline.training.predicted_bytes import footprints_of
 from pipeline.training.profile_file import Conditions, ModelProfile
@@ -27,9 +28,7 @@ from pipeline.training.rank_process import threads_per_rank
 from pipeline.training.settings import Settings
 
 
-def take_profile(
-    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device
-) -> ModelProfile:
+def take_profile(settings: Settings, model: Model, inputs: Nest, targets: Nest, device: torch.device) -> ModelProfile:
     """The profile that the settings name, or one made here and now.
 
     Args:
@@ -49,7 +48,7 @@ def take_profile(
 
 
 def measure_profile(
-    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device
+    settings: Settings, model: Model, inputs: Nest, targets: Nest, device: torch.device
 ) -> ModelProfile:
     """Time every layer, one after the other, on one (the larger) microbatch and one device.
 
@@ -59,7 +58,7 @@ def measure_profile(
     size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
     placement, part = place(settings, device), recomputed_part(settings.activation_checkpoint)
     with _threads_of_a_rank(settings.pp):
-        timed = profile_layers(model, placement, inputs[:size], targets[:size], keeps_costly=part.keeps_costly)
+        timed = profile_layers(model, placement, *first((inputs, targets), size), keeps_costly=part.keeps_costly)
     layers = [
         replace(
             sizes,
@@ -76,7 +75,7 @@ def measure_profile(
 
 
 def predict_layer_bytes(
-    settings: Settings, model: Model, inputs: Tensor, targets: Tensor, device: torch.device
+    settings: Settings, model: Model, inputs: Nest, targets: Nest, device: torch.device
 ) -> tuple[LayerCosts, ...]:
     """Every layer's bytes, and no times: found on tensors without memory.
 
@@ -95,7 +94,8 @@ def predict_layer_bytes(
     if settings.compile:  # compiled layers save what their compiler chooses
         return tuple(layers)
     alone = [1] * len(layers)
-    found = footprints_of(model, alone, place(settings, device), [inputs[:size]], [targets[:size]], part)
+    one, its_targets = first((inputs, targets), size)
+    found = footprints_of(model, alone, place(settings, device), [one], [its_targets], part)
     if found is None:
         return tuple(layers)
     stages = [found[0].stage(index) for index in range(len(layers))]
@@ -158,12 +158,12 @@ def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomput
     )
 
 
-def _conditions(settings: Settings, model: Model, inputs: Tensor, device: torch.device) -> Conditions:
+def _conditions(settings: Settings, model: Model, inputs: Nest, device: torch.device) -> Conditions:
     size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
     precision = settings.precision
     return Conditions(
         model=model.name,
-        inputs=(size, *inputs.shape[1:]),
+        inputs=tuple(number for tensor in flat(inputs) for number in (size, *tensor.shape[1:])),
         parameters=tuple(sum(layer.parameters.values()) for layer in layer_sizes(model)),
         precision=precision.parameters + (f", autocast {precision.autocast}" if precision.autocast else ""),
         keeps_costly=settings.activation_checkpoint.keeps_costly,

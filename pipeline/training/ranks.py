@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Loss
+from pipeline.engine.nest import Nest
 from pipeline.engine.standing import Activity
 from pipeline.training import gradients
 from pipeline.training.group import Group
@@ -45,12 +46,12 @@ class Ranks:
         """Whether the loss is computed here."""
         return any(rank.holds_last for rank in self.ranks)
 
-    def cut(self, step: int, inputs: Tensor | None, targets: Tensor | None, *, loss_scale: float = 1.0) -> Microbatches:
+    def cut(self, step: int, inputs: Nest, targets: Nest, *, loss_scale: float = 1.0) -> Microbatches:
         """A whole batch as microbatches.
 
         Args:
             step: with the seed decides every random number.
-            inputs, targets: the batch, (samples, ...); None where no local rank takes them.
+            inputs, targets: the batch, a tensor (samples, ...) or a nest of such; None where no local rank takes them.
             loss_scale: what the gradients are multiplied by.
         """
         sizes = self.plan.microbatch_sizes

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from pipeline.engine.executor import Microbatches, StepResult
 from pipeline.engine.model import Loss
+from pipeline.engine.nest import Nest
 from pipeline.engine.standing import Activity
 from pipeline.training import nonfinite, saving
 from pipeline.training.checkpoint import Checkpoint, Progress
@@ -34,11 +33,11 @@ _log = logging.getLogger(__name__)
 class Split(Protocol):
     """Batches by number: a pure function of the step, so that nothing has to be replayed to resume."""
 
-    def inputs(self, step: int) -> Tensor:
-        """The whole batch's input, on the CPU."""
+    def inputs(self, step: int) -> Nest:
+        """The whole batch's input, on the CPU: a tensor, or a nest of tensors whose first dimension is the samples."""
 
-    def targets(self, step: int) -> Tensor:
-        """The whole batch's targets, on the CPU."""
+    def targets(self, step: int) -> Nest:
+        """The whole batch's targets, on the CPU, likewise."""
 
 
 class Data(Protocol):

@@ -56,15 +56,17 @@ def open_transport(
 
 
 def buffers(plan: Plan, rank: int) -> tuple[int, int]:
-    """What a rank receives into: the bytes of the largest message, and the most boundary buffers that it holds."""
+    """What a rank receives into: the bytes of the largest tensor, and the most boundary buffers that it holds."""
     received = {
         message(action).boundary + 1
         for program in (plan.program, plan.evaluation)
         for action in program.rows[rank]
         if action.type in (ActionType.RECV_F, ActionType.RECV_B)
     }
-    sizes = [specs[stage].nbytes for specs in plan.boundaries.values() for stage in received]
-    return max(sizes, default=0), max(peak_buffers(program, rank) for program in (plan.program, plan.evaluation))
+    messages = [found[stage].tensors for found in plan.boundaries.values() for stage in received]
+    largest = max((spec.nbytes for tensors in messages for spec in tensors), default=0)
+    messages_at_once = max(peak_buffers(program, rank) for program in (plan.program, plan.evaluation))
+    return largest, messages_at_once * max(map(len, messages), default=1)
 
 
 def _links(used: tuple[Channel, ...], rank: int, group: Group) -> Links | None:

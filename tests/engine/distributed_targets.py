@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.model import Model
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import TensorSpec, specs_of
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.distributed import DistributedTransport, open_channels
 from pipeline.engine.executor import run
@@ -27,7 +27,7 @@ from pipeline.training.rank import Rank
 from pipeline.training.settings import OptimizerSettings, PrecisionSettings
 from pipeline.training.transports import open_transport
 from tests.engine.harness import CPU, buffers_of, microbatches_of, placement, settings_for
-from tests.engine.samples import chain, images, linears, small_gpt, text, vectors
+from tests.engine.samples import chain, images, linears, nested, nests, small_gpt, text, vectors
 
 WIDE = 1 << 20
 """32 MB in four samples of float64: far over what any transport buffers without a matching receive."""
@@ -73,6 +73,8 @@ class Case:
             from models.resnet import resnet  # not at the top: it takes torchvision, which most ranks don't need
 
             return resnet(depth=18, classes=10), images(self.batch_size)
+        if self.name.startswith("nests"):
+            return nested(), nests(self.batch_size)
         if self.name.startswith("large"):
             return chain([partial(Scale, WIDE)] * 2, loss=First()), vectors(self.batch_size, WIDE)
         return small_gpt(dropout=0.1 if "dropout" in self.name else 0.0), text(self.batch_size)
@@ -92,7 +94,7 @@ def one_step(case: Case, choice: str) -> tuple[Tensor | None, dict[str, Tensor],
     settings = settings_for(
         case.schedule, 2, case.microbatches, case.batch_size, checkpoint=case.checkpoint, precision=case.precision
     )
-    plan, number = make_plan(settings, model, TensorSpec.of(inputs), CPU), rendezvous.rank()
+    plan, number = make_plan(settings, model, specs_of(inputs), CPU), rendezvous.rank()
     group = DistributedGroup(number, 2, tied=list(plan.tied_ranks().values()), backend="gloo", timeout=60)
     transport = open_transport(plan, group, CPU, backend="gloo", timeout=60, choice=choice)
     assert isinstance(transport, SharedMemoryTransport if choice == "auto" else DistributedTransport)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.engine.boundary import Autocast, TensorSpec
+from pipeline.engine.boundary import Autocast, specs_of
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Model
+from pipeline.engine.nest import mapped
 from pipeline.engine.stage import Placement, Stage
 from pipeline.engine.transport import InProcessTransport
 from pipeline.schedule.library import forward_only, options_of
@@ -22,7 +23,7 @@ from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.validate import validate
 from pipeline.training.gradients import sum_tied_gradients
 from pipeline.training.group import LocalGroup
-from pipeline.training.plan import Plan, make_plan, microbatch_sizes
+from pipeline.training.plan import Plan, make_plan, microbatch_sizes, samples, split
 from pipeline.training.rank import Rank
 from pipeline.training.settings import ActivationCheckpointSettings, OptimizerSettings, ScheduleSettings, Settings
 
@@ -74,7 +75,7 @@ def placement(
 def plan_for(settings: Settings, model: Model, inputs: Tensor, dtype: torch.dtype = torch.float64) -> Plan:
     """A plan with the boundaries of `dtype`."""
     settings.precision.parameters = str(dtype).removeprefix("torch.")
-    return make_plan(settings, model, TensorSpec.of(inputs), CPU)
+    return make_plan(settings, model, specs_of(inputs), CPU)
 
 
 def plan_with(
@@ -82,7 +83,7 @@ def plan_with(
 ) -> Plan:
     """A plan for any schedule, written by hand or not; layers are cut uniformly."""
     validate(schedule)
-    written = settings_for("gpipe", schedule.stages, schedule.microbatches, len(inputs))
+    written = settings_for("gpipe", schedule.stages, schedule.microbatches, samples(inputs))
     program = lower(schedule, activation_checkpoint=checkpoint)
     evaluation = lower(forward_only(schedule.stage_to_rank, schedule.microbatches))
     for lowered in (program, evaluation):
@@ -93,10 +94,8 @@ def plan_with(
 
 def microbatches_of(plan: Plan, model: Model, inputs: Tensor, targets: Tensor, step: int = 0) -> Microbatches:
     """One batch cut as the plan says."""
-    sizes = list(plan.microbatch_sizes)
-    return Microbatches(
-        step, tuple(sizes), inputs.split(sizes), targets.split(sizes), weight=model.loss.weight(targets)
-    )
+    sizes = plan.microbatch_sizes
+    return Microbatches(step, sizes, split(inputs, sizes), split(targets, sizes), weight=model.loss.weight(targets))
 
 
 def build_ranks(
@@ -109,11 +108,13 @@ def build_ranks(
     optimizer: OptimizerSettings | None = None,
     compiler: Compiler | None = None,
     masters: torch.dtype | None = None,
+    transport: InProcessTransport | None = None,
 ) -> list[Rank]:
     """All ranks of a plan on one in-process transport."""
-    transport, where = InProcessTransport(), replace(placement(dtype, seed, autocast, compiler), masters=masters)
+    shared = transport or InProcessTransport()
+    where = replace(placement(dtype, seed, autocast, compiler), masters=masters)
     return [
-        Rank(rank, plan, model, where, transport, optimizer or OptimizerSettings()) for rank in range(plan.schedule.pp)
+        Rank(rank, plan, model, where, shared, optimizer or OptimizerSettings()) for rank in range(plan.schedule.pp)
     ]
 
 
@@ -167,10 +168,10 @@ def plain_loop(
     for alias, owner in model.tied.items():
         stage.tie(alias, parameters[owner])
     parameters = dict(stage.named_parameters())
-    sizes = list(microbatch_sizes(len(inputs), microbatches))
+    sizes = microbatch_sizes(samples(inputs), microbatches)
     weight, total = model.loss.weight(targets), torch.zeros((), dtype=dtype)
-    for piece, answer in zip(inputs.split(sizes), targets.split(sizes), strict=True):
-        value = piece.to(dtype) if piece.is_floating_point() else piece
+    for piece, answer in zip(split(inputs, sizes), split(targets, sizes), strict=True):
+        value = mapped(stage.placement.loaded, piece)
         for module in stage.modules:
             value = module(value)
         loss = model.loss(value, answer) / weight

@@ -35,21 +35,21 @@ def test_what_is_foreseen_is_what_real_stages_make(kind, precision):
     foreseen = specs(model.layers, inputs, counts, dtype=dtype, context=context)
     placement, value, start = Placement(CPU, dtype, context, 0), inputs, 0
     value = value.to(dtype) if value.is_floating_point() else value
-    assert TensorSpec.of(value) == foreseen[0]
+    assert TensorSpec.of(value) == foreseen[0].nest
     for stage, count in enumerate(counts):
         layers = model.layers[start : start + count]
         made = Stage(stage, layers, model, placement, last=False)
         with torch.no_grad():
             value = made.forward(value, None, weight=1.0, step=0, microbatch=0)
-        assert TensorSpec.of(value) == foreseen[stage + 1]
+        assert TensorSpec.of(value) == foreseen[stage + 1].nest
         start += count
 
 
 def test_autocast_shows_in_what_is_sent():
     model, (inputs, _) = resnet(depth=18, classes=10), images(2)
     foreseen = specs(model.layers, inputs, context=autocast(BF16, "cpu"))
-    assert foreseen[0].dtype is torch.float32
-    assert {spec.dtype for spec in foreseen[1:]} == {torch.bfloat16}
+    assert foreseen[0].nest.dtype is torch.float32
+    assert {boundary.nest.dtype for boundary in foreseen[1:]} == {torch.bfloat16}
 
 
 def test_nothing_real_is_made_or_drawn():
@@ -59,7 +59,7 @@ def test_nothing_real_is_made_or_drawn():
 
 
 def test_integer_inputs_stay_integers():
-    assert specs(small_gpt().layers, text(2)[0], dtype=torch.float64)[0].dtype is torch.int64
+    assert specs(small_gpt().layers, text(2)[0], dtype=torch.float64)[0].nest.dtype is torch.int64
 
 
 def test_batchnorm_with_one_value_a_channel_is_refused():
@@ -96,20 +96,27 @@ def test_a_layer_that_refuses_its_input_is_named():
         specs(gpt(layers=1, width=4, heads=1, context=4, vocabulary=32).layers, text(2)[0])
 
 
-class Pair(nn.Module):
+class Gives(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
     def forward(self, x):
-        return x, x
+        return self.make(x)
 
 
-class Nothing(nn.Module):
-    def forward(self, x):
-        return None
-
-
-@pytest.mark.parametrize(("build", "name"), [(Pair, "tuple"), (Nothing, "NoneType")])
-def test_a_layer_must_return_one_tensor(build, name):
-    with pytest.raises(TypeError, match=f"layer 1 returns {name}: a layer must return one tensor"):
-        specs(chain([nn.Identity, build, nn.Identity]).layers, vectors(2)[0])
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda x: None, "nothing"),
+        (lambda x: (x, 3), "int"),
+        (lambda x: {"x": x, "name": ["a", 2.0]}, "str, float"),
+        (lambda x: {}, "nothing"),
+    ],
+)
+def test_a_layer_must_return_tensors(make, what):
+    with pytest.raises(ValueError, match=f"layer 1 returns {what}: let it return a tensor, or tensors in tuples"):
+        specs(chain([nn.Identity, partial(Gives, make), nn.Identity]).layers, vectors(2)[0])
 
 
 def test_a_stage_must_not_overwrite_what_it_received():
@@ -141,7 +148,7 @@ def test_bf16_crosses_ranks_and_is_computed_in_again():
     model, (inputs, targets) = chain([partial(Spy, 4, 4)] * 4), vectors(4)
     settings = settings_for("1f1b", 2, 2, 4, checkpoint="always", precision=BF16)
     plan = make_plan(settings, model, TensorSpec.of(inputs), CPU)
-    assert {spec.dtype for spec in plan.boundaries[2][1:]} == {torch.bfloat16}
+    assert {boundary.nest.dtype for boundary in plan.boundaries[2][1:]} == {torch.bfloat16}
     ranks = build_ranks(plan, model, dtype=torch.float32, autocast=autocast(BF16, "cpu"))
     results = step(ranks, microbatches_of(plan, model, inputs, targets))
     assert seen == [torch.bfloat16] * (4 * 2 * 2)

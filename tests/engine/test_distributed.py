@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import TensorSpec, specs_of
 from pipeline.engine.buffers import BufferPool
 from pipeline.engine.distributed import DistributedTransport, channels
 from pipeline.engine.transport import PeerError
@@ -51,6 +51,7 @@ CASES = {
         Case("gpt, half the memory", "v_half", 4, 8),
         Case("gpt, overlapped pairs", "dualpipe_v", 4, 8),
         Case("resnet, split backward in a loop", "interleaved_zb", 3, 6, "except_last"),
+        Case("nests, there and back", "zbv", 4, 7, "except_last"),
         Case("gpt with dropout in bf16", "interleaved_1f1b", 4, 8, "always", BF16),
     ]
 }
@@ -86,7 +87,7 @@ def test_processes_equal_the_ranks_of_one_process_bit_for_bit(sent, name):
     settings = settings_for(
         case.schedule, 2, case.microbatches, case.batch_size, checkpoint=case.checkpoint, precision=case.precision
     )
-    plan = make_plan(settings, model, TensorSpec.of(inputs), CPU)
+    plan = make_plan(settings, model, specs_of(inputs), CPU)
     context = autocast(case.precision, "cpu")
     ranks = build_ranks(plan, model, dtype=parameter_dtype(case.precision), autocast=context)
     expected = outcome(plan, ranks, step(ranks, microbatches_of(plan, model, inputs, answers)))

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from models.resnet import resnet
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import specs_of
 from pipeline.engine.footprint import measure_footprint
+from pipeline.engine.transport import InProcessTransport
 from pipeline.schedule.library import SCHEDULES
 from pipeline.schedule.memory import peak_activation_bytes
 from pipeline.schedule.schedule import Schedule
-from pipeline.training.plan import Plan, make_plan
+from pipeline.training.plan import Plan, make_plan, split
 from pipeline.training.precision import autocast
 from pipeline.training.settings import ActivationCheckpointSettings, PrecisionSettings
 from tests.engine.harness import CPU, build_ranks, microbatches_of, placement, plan_with, settings_for, step
-from tests.engine.samples import images, small_gpt, text
+from tests.engine.samples import images, nested, nests, small_gpt, text
 from tests.engine.test_executor import BY_HAND
 
 MODES = ("never", "except_last", "always")
@@ -47,10 +48,14 @@ class Case:
     microbatches: int = 4
 
     def model(self):
+        if self.name == "nests":
+            return nested()
         gpt = small_gpt(dropout=0.1 if self.name == "gpt with dropout" else 0.0)
         return replace(resnet(depth=18, classes=10) if self.name == "resnet" else gpt, initialize=constant)
 
     def batch(self):
+        if self.name == "nests":
+            return nests(self.batch_size)
         return images(self.batch_size, 32) if self.name == "resnet" else text(self.batch_size)
 
     def settings(self):
@@ -73,12 +78,19 @@ DROPOUT = Case("gpt with dropout", FP32, 7)
 def footprint_of(name, precision, counts, size, recomputed):
     case = Case(name, precision, 2 * size)
     where = placement(case.dtype(), 0, case.autocast())
-    inputs, targets = case.batch()
-    return measure_footprint(case.model(), counts, where, inputs[:size], targets[:size], recomputed)
+    inputs, targets = (split(part, (size, size))[0] for part in case.batch())
+    return measure_footprint(case.model(), counts, where, inputs, targets, recomputed)
 
 
-def measured_and_predicted(case: Case, plan: Plan):
-    ranks = build_ranks(plan, case.model(), dtype=case.dtype(), autocast=case.autocast())
+class Copying(InProcessTransport):
+    """Gives a message memory of its own and lays it out as between processes."""
+
+    def send(self, channel, message, tensor):
+        super().send(channel, message, tensor.clone(memory_format=torch.contiguous_format))
+
+
+def measured_and_predicted(case: Case, plan: Plan, **more):
+    ranks = build_ranks(plan, case.model(), dtype=case.dtype(), autocast=case.autocast(), **more)
     for rank in ranks:
         rank.measure_activations(True)
     step(ranks, microbatches_of(plan, case.model(), *case.batch()))
@@ -92,7 +104,7 @@ def plan_of(case: Case, schedule: str, checkpoint, pp: int = 2) -> Plan:
     settings = settings_for(
         schedule, pp, case.microbatches, case.batch_size, checkpoint=checkpoint, precision=case.settings()
     )
-    return make_plan(settings, case.model(), TensorSpec.of(case.batch()[0]), CPU)
+    return make_plan(settings, case.model(), specs_of(case.batch()[0]), CPU)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -110,6 +122,16 @@ def test_every_schedule(case, schedule, checkpoint):
 def test_precisions_and_dropout(case, schedule):
     """In a mode that has both kinds of passes, kept and recomputed."""
     measured, predicted = measured_and_predicted(case, plan_of(case, schedule, "except_last"))
+    assert measured == predicted
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("schedule", KINDS)
+def test_several_tensors_between_stages(schedule, checkpoint):
+    """Some are passed on as they came. A rank counts one memory for those that never leave it."""
+    case = Case("nests", FP32, 7)
+    plan = plan_of(case, schedule, checkpoint)
+    measured, predicted = measured_and_predicted(case, plan, transport=Copying())
     assert measured == predicted
 
 

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import Boundary, TensorSpec
 from pipeline.engine.executor import ActionError, Executor, Microbatches, StepResult
 from pipeline.engine.stage import Stage
 from pipeline.schedule.actions import Action
@@ -56,7 +56,10 @@ def execute(
     """One step of all ranks; with fewer than two samples a microbatch, microbatches are uneven."""
     batch = batch_for(program, samples or 2 * program.microbatches)
     stages = stages or shared_stages(program.stages)
-    specs = {size: (TensorSpec((size, WIDTH), torch.float64),) * (program.stages + 1) for size in set(batch.sizes)}
+    specs = {
+        size: (Boundary(TensorSpec((size, WIDTH), torch.float64), (True,), (True,)),) * (program.stages + 1)
+        for size in set(batch.sizes)
+    }
     executors = [
         Executor(rank, program, {stage: stages[stage] for stage in program.stages_of(rank)}, specs, transport)
         for rank in range(program.pp)

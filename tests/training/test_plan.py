@@ -12,13 +12,13 @@ from torch import nn
 
 from models.gpt import gpt
 from models.resnet import resnet
-from pipeline.engine.boundary import TensorSpec
+from pipeline.engine.boundary import Boundary, TensorSpec
 from pipeline.schedule.library import SCHEDULES
-from pipeline.training.plan import make_plan, microbatch_sizes, split, write_schedule
+from pipeline.training.plan import make_plan, microbatch_sizes, samples, split, write_schedule
 from pipeline.training.plan_text import print_plan
 from pipeline.training.settings import PartitionSettings, ScheduleSettings
 from tests.engine.harness import CPU, build_ranks, plan_for, plan_with, settings_for
-from tests.engine.samples import chain, images, linears, small_gpt, text, vectors
+from tests.engine.samples import chain, images, linears, nests, small_gpt, text, vectors
 from tests.engine.test_executor import V_SHAPE
 
 
@@ -117,14 +117,31 @@ def test_microbatches_are_torchs_tensor_split(batch_size, microbatches):
     )
 
 
+def test_a_batch_of_several_tensors_is_cut_in_each():
+    inputs, _ = nests(7)
+    pieces = split(inputs, microbatch_sizes(7, 4))
+    assert [samples(piece) for piece in pieces] == [2, 2, 2, 1]
+    for name, tensor in inputs.items():
+        assert torch.equal(torch.cat([piece[name] for piece in pieces]), tensor)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [((torch.zeros(3, 2), torch.zeros(4)), r"\(3, 2\), \(4,\)"), (torch.zeros(()), r"\(\)"), ([], "none")],
+)
+def test_tensors_must_agree_on_the_samples(batch, shapes):
+    with pytest.raises(ValueError, match=f"a batch of tensors of shapes {shapes}: let the first dimension of each be"):
+        samples(batch)
+
+
 def test_boundaries_are_those_of_each_microbatch_size():
     plan = plan_of(small_gpt(), text(5)[0], "1f1b", 2, 2, 5)
     assert plan.microbatch_sizes == (3, 2)
     for size in (3, 2):
         assert plan.boundaries[size] == (
-            TensorSpec((size, 8), torch.int64),
-            TensorSpec((size, 8, 16), torch.float64),
-            TensorSpec((size, 8, 32), torch.float64),
+            Boundary(TensorSpec((size, 8), torch.int64), (False,), (False,)),
+            Boundary(TensorSpec((size, 8, 16), torch.float64), (True,), (True,)),
+            Boundary(TensorSpec((size, 8, 32), torch.float64), (True,), (True,)),
         )
 
 
