@@ -52,6 +52,7 @@ def make_order(composed: DictConfig) -> Order:
         model=choices["model"],
         validation_batches=config.data.validation_batches if config.data else 0,
         config=lambda: {**schema.plain(composed), "choices": choices},
+        writer=config.writer,
         sweep=Path(context.sweep.dir).name if context.mode is RunMode.MULTIRUN else None,
     )
 

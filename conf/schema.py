@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
@@ -224,6 +225,17 @@ class Config(Settings):
     def builders(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """What makes the model, and what opens the data; picklable."""
         return self.model.builder(), self.data.builder(batch_size=self.batch_size, seed=self.seed)
+
+    def writer(self) -> Callable[[Any, Any, Path], int]:
+        """What writes a model's weights to `export`.
+
+        Raises:
+            ValueError: its name says no known kind of file.
+        """
+        from models.weights import check_suffix, write_weights  # imports torch
+
+        check_suffix("export", Path(self.export or ""))
+        return write_weights
 
 
 GROUPS = ("schedule", "model", "data", "partition", "precision", "activation_checkpoint", "optimizer", "logger")

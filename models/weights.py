@@ -43,13 +43,14 @@ def from_source(model: Model, source: Mapping[str, Tensor]) -> dict[str, Tensor]
     return state | {alias: state[owner] for alias, owner in model.tied.items()}
 
 
-def write_weights(model: Model, state: Mapping[str, Tensor], path: str | Path) -> None:
+def write_weights(model: Model, state: Mapping[str, Tensor], path: Path) -> int:
     """Write the model's state dict as its source would: .safetensors, or .pt and .pth as torch saves.
+
+    Returns the number of tensors in the file.
 
     Raises:
         ValueError: another suffix.
     """
-    path = Path(path)
     check_suffix("export", path)
     written = {name: tensor.cpu().contiguous() for name, tensor in to_source(model, state).items()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +60,7 @@ def write_weights(model: Model, state: Mapping[str, Tensor], path: str | Path) -
     else:
         torch.save(written, draft)
     draft.replace(path)
+    return len(written)
 
 
 def with_weights(build: Callable[[], Model], path: str, fresh: Sequence[str] = ()) -> Model:

@@ -171,7 +171,9 @@ class LoggerSettings:
 class Settings:
     """Everything a run needs besides its model and its data."""
 
-    task: str = described("train", "train, plan (what a schedule takes, without training) or profile (time the layers)")
+    task: str = described(
+        "train", "train, plan (what a schedule takes, without training), profile (time the layers) or export (weights)"
+    )
     launch: str = described("processes", "processes (a process a rank) or in_process (all ranks in one, for debugging)")
     device: str = described("auto", "auto (GPUs if there is one a rank), cpu or cuda")
     share_gpu: bool = described(False, "let several ranks use one GPU; messages then go through the host")
@@ -194,6 +196,9 @@ class Settings:
     save_every: int = described(0, "steps between checkpoints on disk; one always follows the last step; 0: none")
     keep_checkpoints: int = described(2, "how many of a run's checkpoints stay: the last ones")
     resume: str | None = described(None, "a run directory, or one of its checkpoints: go on from there")
+    export: str | None = described(
+        None, "task=export: the file, .safetensors, .pt or .pth, with its source's names; a GPT's are Hugging Face's"
+    )
     schedule: ScheduleSettings = described(ScheduleSettings, "schedule")
     partition: PartitionSettings = described(PartitionSettings, "partition")
     precision: PrecisionSettings = described(PrecisionSettings, "precision")
@@ -217,6 +222,12 @@ class Settings:
         for name, lowest in _LOWEST.items():
             if getattr(self, name) < lowest:
                 raise ValueError(f"{name}={getattr(self, name)} is too small: use {lowest} or more")
+        if (self.task == "export") != (self.export is not None):
+            raise ValueError(
+                "task=export needs a file: give one, export=weights.safetensors"
+                if self.export is None
+                else f"export={self.export} is for task=export, not {self.task}: use task=export resume=run_directory"
+            )
         if self.microbatches > self.batch_size and not (self.task == "plan" and not self.profiled):
             raise ValueError(
                 f"microbatches={self.microbatches} is more than batch_size={self.batch_size}: every microbatch needs "
@@ -279,7 +290,7 @@ _LOWEST = {
 }
 
 _WORDS: dict[str, tuple[str | None, ...]] = {
-    "task": ("train", "plan", "profile"),
+    "task": ("train", "plan", "profile", "export"),
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
     "transport": ("auto", "gloo"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.training.checkpoint import FOLDER
+from pipeline.training.export_task import Writer, export
 from pipeline.training.job import Builders, Job, train
 from pipeline.training.plan_text import print_plan
 from pipeline.training.planning import plan
@@ -43,6 +44,8 @@ class Order:
     """The resolved configuration as plain values."""
     sweep: str | None
     """The sweep that the job belongs to."""
+    writer: Callable[[], Writer]
+    """Imports what writes weights as other programs read them."""
 
 
 Run = Callable[[], None]
@@ -92,8 +95,13 @@ def _profile(order: Order) -> Run:
     return _nothing_more
 
 
+def _export(order: Order) -> Run:
+    export(order.settings, order.builders()[0], order.writer())
+    return _nothing_more
+
+
 def _nothing_more() -> None:
-    """A plan or a profile is made of bad input or it is done: there is nothing left to run."""
+    """A plan, a profile or an export is made of bad input or it is done: there is nothing left to run."""
 
 
-TASKS: Mapping[str, Task] = {"train": _train, "plan": _plan, "profile": _profile}
+TASKS: Mapping[str, Task] = {"train": _train, "plan": _plan, "profile": _profile, "export": _export}

@@ -41,7 +41,7 @@ def test_the_defaults_pass():
         ("precision.loss_scale", 0.5, "precision.loss_scale=0.5 is out of range"),
         ("precision.masters", "float32", "precision.masters=float32 is for precision.parameters=bfloat16, not float32"),
         ("precision.masters", "float64", "precision.masters=float64 is unknown: use null or float32"),
-        ("task", "tune", "task=tune is unknown: use train, plan or profile"),
+        ("task", "tune", "task=tune is unknown: use train, plan, "),
         ("launch", "threads", "launch=threads is unknown: use processes or in_process"),
         ("device", "tpu", "device=tpu is unknown: use auto, cpu or cuda"),
         ("partition.name", "best", "partition.name=best is unknown: use uniform, parameters or manual"),
