@@ -20,6 +20,7 @@ from pipeline.training import rendezvous
 from pipeline.training.agreement import check_same_plan
 from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.checkpoint import Checkpoint
+from pipeline.training.determinism import deterministic
 from pipeline.training.devices import Devices
 from pipeline.training.failures import RankFailure
 from pipeline.training.group import DistributedGroup, Group, LocalGroup
@@ -217,6 +218,13 @@ def _train_ranks(
     job: Job, markers: Mapping[int, Marker], device: torch.device, transport: Transport, group: Group, report: Report
 ) -> None:
     keep_freed_memory()
+    with deterministic(job.settings.deterministic, compiled=job.settings.compile):
+        _build_and_train(job, markers, device, transport, group, report)
+
+
+def _build_and_train(
+    job: Job, markers: Mapping[int, Marker], device: torch.device, transport: Transport, group: Group, report: Report
+) -> None:
     settings, model = job.settings, job.build_model()
     placement = place(settings, device)
     stages = ", ".join(map(str, sorted(stage for number in markers for stage in job.plan.schedule.stages_of(number))))

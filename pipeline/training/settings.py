@@ -187,6 +187,7 @@ class Settings:
     prefetch: int = described(2, "receives that are posted ahead of their use")
     compile: bool = described(False, "fuse every layer's operators with torch.compile, before the first step")
     timeout: float = described(300.0, "seconds that a message may take before the job ends with an error")
+    deterministic: bool = described(False, "the same numbers bit for bit, run after run; what can't is an error")
     gradient_clip: float | None = described(1.0, "largest norm of the whole model's gradient; null: not clipped")
     on_nonfinite: str = described(
         "stop", "a loss or gradient that is not finite: stop, or skip the step (100 in a row)"
@@ -232,6 +233,11 @@ class Settings:
             raise ValueError(
                 f"microbatches={self.microbatches} is more than batch_size={self.batch_size}: every microbatch needs "
                 f"a sample, so use microbatches={self.batch_size} or fewer, or a larger batch"
+            )
+        if self.deterministic and self.costs.source == "profile" and self.profile is None:
+            raise ValueError(
+                "deterministic=true with costs.source=profile: costs measured anew may choose another schedule or cut. "
+                "Measure once, with task=profile, and give what it leaves: profile=profile.json"
             )
         if not 0 < self.timeout <= _LONGEST_TIMEOUT:
             raise ValueError(

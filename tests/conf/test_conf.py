@@ -14,7 +14,7 @@ from tests.conf.compose import CONF, choices, compose, configured, groups, optio
 TOP_LEVEL = [
     *("task", "launch", "device", "share_gpu", "transport", "seed", "pp", "microbatches", "batch_size", "steps"),
     *("prefetch", "compile", "timeout", "gradient_clip", "on_nonfinite", "log_every", "validate_every", "costs"),
-    *("batch_norm", "save_every", "keep_checkpoints", "resume", "profile", "export"),
+    *("batch_norm", "deterministic", "save_every", "keep_checkpoints", "resume", "profile", "export"),
 ]
 SINGLE = ["schedule", "model", "partition", "data", "precision", "activation_checkpoint", "optimizer", "logger"]
 GLOBAL = ["experiment", "debug"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.training.settings import ActivationCheckpointSettings, Settings, described
+from pipeline.training.settings import ActivationCheckpointSettings, CostsSettings, Settings, described
 
 
 def changed(path: str, value: Any) -> Settings:
@@ -16,6 +16,14 @@ def changed(path: str, value: Any) -> Settings:
     assert hasattr(owner, name)
     setattr(owner, name, value)
     return settings
+
+
+def test_costs_measured_anew_are_not_deterministic():
+    settings = Settings(deterministic=True, costs=CostsSettings(source="profile"))
+    with pytest.raises(ValueError, match=r"deterministic=true with costs.source=profile: .* profile=profile.json"):
+        settings.check()
+    settings.profile = "profile.json"
+    settings.check()
 
 
 def test_the_defaults_pass():
