@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def case_id(path: Path) -> str:
 def test_pipeline_imports_only_lower_floors(path):
     floor = path.relative_to(ROOT / "pipeline").parts[0]
     if floor == "__init__.py":
-        assert not any(name.startswith("pipeline") for name in imports(path))
+        assert {name for name in imports(path) if name.startswith("pipeline")} == {
+            "pipeline.training.pipeline.Pipeline"
+        }
         return
     used = {name.split(".")[1] for name in imports(path) if name.startswith("pipeline.")}
     assert used <= FLOORS[floor] | {floor}
@@ -70,6 +73,12 @@ def test_pipeline_imports_only_lower_floors(path):
 @pytest.mark.parametrize("path", sources("pipeline"), ids=case_id)
 def test_pipeline_knows_no_models_no_data_and_no_hydra(path):
     assert not tops(path) & {"hydra", "omegaconf", "models", "data", "conf", "train"}
+
+
+def test_pipeline_itself_and_schedules_need_no_torch():
+    """`from pipeline import Pipeline` does, when it is asked for."""
+    code = "import sys, pipeline, pipeline.schedule.library, pipeline.partition; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("path", sources("pipeline/schedule"), ids=case_id)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import le
@@ -112,7 +112,7 @@ class Executor:
         self.rank = rank
         self.schedule = schedule
         self.stages = stages
-        self._boundaries = boundaries
+        self.boundaries = boundaries
         self._transport = transport
         self._marker = marker or Board.in_memory(1).marker(0)
         self._place = rank % schedule.pp
@@ -160,7 +160,7 @@ class Executor:
     def _program(self, batch: Microbatches) -> Generator[Action, None, StepResult]:
         trace = NoTrace() if self.clock is None else Trace(self.rank, self.clock)
         state = StepState(batch, trace)
-        self._set_mode()
+        self._begin()
         self._marker.begin(Activity.EVALUATING if self.schedule.forward_only else Activity.TRAINING, batch.step)
         for position, action in enumerate(self._row):
             self.position = position
@@ -316,17 +316,25 @@ class Executor:
     # Small things
 
     def _boundary(self, state: StepState, stage: int, microbatch: int) -> Boundary:
-        return self._boundaries[state.batch.sizes[microbatch]][stage]
+        return self.boundaries[state.batch.sizes[microbatch]][stage]
 
     def _check(self, tensors: Tensors, expected: tuple[TensorSpec, ...], action: Action) -> None:
         if len(tensors) != len(expected) or not all(map(TensorSpec.fits, expected, tensors)):
             found = in_words(specs_of(tensors))
             raise TypeError(f"stage {action.stage} made {found} for its neighbor, which expects {in_words(expected)}")
 
-    def _set_mode(self) -> None:
-        for stage in self.stages.values():
-            stage.train(not self.schedule.forward_only)
-            if not self.schedule.forward_only:
+    @contextmanager
+    def in_mode(self) -> Iterator[None]:
+        """While open, the layers are in evaluation mode if that is what the program is for."""
+        with ExitStack() as stack:
+            if self.schedule.forward_only:
+                for stage in self.stages.values():
+                    stack.enter_context(stage.evaluating())
+            yield
+
+    def _begin(self) -> None:
+        if not self.schedule.forward_only:
+            for stage in self.stages.values():
                 stage.begin_step()
 
     def commit(self) -> None:
@@ -357,18 +365,30 @@ def run(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> list[
     Raises:
         RuntimeError: no rank can go on (a validated schedule can't do this).
     """
-    programs = {executor.rank: executor.program(batch) for executor, batch in zip(executors, batches, strict=True)}
-    results: dict[int, StepResult] = {}
-    while programs:
-        before = sum(executor.completed for executor in executors)
-        for rank, program in list(programs.items()):
-            try:
-                next(program)
-            except StopIteration as stop:
-                results[rank] = stop.value
-                del programs[rank]
-        if programs and before == sum(executor.completed for executor in executors):
-            raise RuntimeError(f"ranks {sorted(programs)} wait for messages that nobody sends")
+    with ExitStack() as stack:
+        for executor in executors:
+            stack.enter_context(executor.in_mode())
+        results = _take_turns(executors, batches)
     for executor in executors:
         executor.commit()
     return [results[executor.rank] for executor in executors]
+
+
+def _take_turns(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> dict[int, StepResult]:
+    programs = {executor.rank: executor.program(batch) for executor, batch in zip(executors, batches, strict=True)}
+    results: dict[int, StepResult] = {}
+    try:
+        while programs:
+            before = sum(executor.completed for executor in executors)
+            for rank, program in list(programs.items()):
+                try:
+                    next(program)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+                    del programs[rank]
+            if programs and before == sum(executor.completed for executor in executors):
+                raise RuntimeError(f"ranks {sorted(programs)} wait for messages that nobody sends")
+    finally:
+        for program in programs.values():  # whose ranks wait for one that failed: the traceback would keep them alive
+            program.close()
+    return results

@@ -31,8 +31,8 @@ class Loss(Protocol):
     def __call__(self, outputs: Any, targets: Any, /) -> Tensor:
         """The summed loss, a scalar, of the last layer's output and the targets: tensors or nests of them."""
 
-    def weight(self, targets: Any, /) -> int:
-        """The number of samples (tokens) that the sum runs over."""
+    def weight(self, targets: Any, /) -> float:
+        """What the mean over these targets divides by: the number of samples (tokens) that the sum runs over."""
 
 
 class Model(Protocol):

@@ -46,6 +46,17 @@ def add_at_once(root: nn.Module, at_once: AddedAtOnce) -> None:
             module.forward = partial(_forward_at_once, own, module, names, at_once)  # type: ignore[method-assign]
 
 
+def whole_again(root: nn.Module) -> None:
+    """Undo both in every module of `root`."""
+    for module in root.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func in (_forward, _forward_at_once):
+            own = forward.args[1 if forward.func is _forward else 0]
+            del module.forward
+            if own != module.forward:  # somebody else had put one of his own there
+                module.forward = own
+
+
 LARGE = 1 << 18
 """Elements of a weight from which on adding at once gains more than a function of autograd in Python costs."""
 

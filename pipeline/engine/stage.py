@@ -165,6 +165,17 @@ class Stage:
         for module in self.modules:
             module.train(mode)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While open, every layer is in evaluation mode; afterwards each part of it is as it was."""
+        before = [(part, part.training) for module in self.modules for part in module.modules()]
+        self.train(False)
+        try:
+            yield
+        finally:
+            for part, training in before:
+                part.training = training
+
     def trains(self, layers: slice) -> bool:
         """Whether any parameter of these layers has a gradient."""
         return any(parameter.requires_grad for module in self.modules[layers] for parameter in module.parameters())
@@ -193,7 +204,7 @@ class Stage:
         with self.placement.autocast():
             value: Any = inputs
             for position in positions:
-                if self._seeds and self.modules[position].training:  # an evaluation leaves the generators alone
+                if self._seeds and _trains(self.modules[position]):  # an evaluation leaves the generators alone
                     seed_layer(mixed_seed(self._seeds[position], step, microbatch), self.placement.device)
                 value = self._calls[position](value)
             if self.loss is None or positions[-1] != len(self.modules) - 1:
@@ -230,3 +241,7 @@ def _call_and_look(look: Callable[[int, object], None], position: int, call: Cal
     output = call(*inputs)
     look(position, output)
     return output
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training or any(part.training for part in module.modules())

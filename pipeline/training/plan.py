@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -126,17 +126,35 @@ def make_plan(
     """Decide and check everything that needs no process.
 
     Args:
-        settings: checked already (`Settings.check`).
-        model: nothing of it is given memory.
-        inputs: one whole batch of the model's input: a tensor's spec, or a nest of such.
-        device: its type decides autocast's rules.
-        costs: measured ones, for a schedule that is searched for its costs; None: the stated ones.
-        footprint: bytes of a microbatch at each stage, for checkpointing with a limit in bytes; None: the stated ones.
+        settings, model, costs, footprint: see `draft_plan`.
+        inputs, device: see `for_batch`.
 
     Raises:
         ValueError: the schedule, the cut or the batch can't be, with the values and the cure.
     """
-    schedule = write_schedule(settings, costs)
+    return for_batch(draft_plan(settings, model, costs, footprint), settings, model, inputs, device)
+
+
+def draft_plan(
+    settings: Settings,
+    model: Model,
+    costs: Costs | None = None,
+    footprint: Footprint | None = None,
+    schedule: Schedule | None = None,
+) -> Plan:
+    """A plan for batches of any shape: it says nothing of messages and microbatches' sizes.
+
+    Args:
+        settings: checked already (`Settings.check`).
+        model: nothing of it is given memory.
+        costs: measured ones, for a schedule that is searched for its costs; None: the stated ones.
+        footprint: bytes of a microbatch at each stage, for checkpointing with a limit in bytes; None: the stated ones.
+        schedule: None: the one that the settings name.
+
+    Raises:
+        ValueError: the schedule or the cut can't be, with the values and the cure.
+    """
+    schedule = schedule or write_schedule(settings, costs)
     validate(schedule)
     layers = layer_sizes(model)
     counts = cut(settings, layers, schedule.stages)
@@ -144,7 +162,6 @@ def make_plan(
     evaluation = lower(forward_only(schedule.stage_to_rank, settings.microbatches), prefetch=settings.prefetch)
     for complete in (program, evaluation):
         validate(complete)
-    sizes = microbatch_sizes(samples(inputs), settings.microbatches)
     part = recomputed_part(settings.activation_checkpoint)
     return Plan(
         schedule=schedule,
@@ -153,10 +170,31 @@ def make_plan(
         layers=layers,
         counts=counts,
         tied=dict(model.tied),
-        boundaries={size: _boundaries(settings, model, counts, inputs, size, device) for size in sorted(set(sizes))},
-        microbatch_sizes=sizes,
+        boundaries={},
+        microbatch_sizes=(),
         recomputed=part,
         predicted=simulate(program, nominal_costs(schedule.stages // schedule.pp, tuple(map(part.share, counts)))),
+    )
+
+
+def for_batch(plan: Plan, settings: Settings, model: Model, inputs: SpecNest, device: torch.device) -> Plan:
+    """The plan with what batches of this shape need.
+
+    Args:
+        settings, model: the plan's.
+        inputs: one whole batch of the model's input: a tensor's spec, or a nest of such.
+        device: its type decides autocast's rules.
+
+    Raises:
+        ValueError: a layer refuses such a batch.
+    """
+    sizes = microbatch_sizes(samples(inputs), settings.microbatches)
+    return replace(
+        plan,
+        boundaries={
+            size: _boundaries(settings, model, plan.counts, inputs, size, device) for size in sorted(set(sizes))
+        },
+        microbatch_sizes=sizes,
     )
 
 

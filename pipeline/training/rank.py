@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.executor import Executor, Microbatches
+from pipeline.engine.materialize import MakeLayer, materialize
 from pipeline.engine.model import Model
 from pipeline.engine.rehearsal import Silence, rehearse
 from pipeline.engine.stage import Placement, Stage
@@ -21,7 +22,10 @@ from pipeline.training.settings import OptimizerSettings
 
 
 class Rank:
-    """What one rank holds. Built with memory for its own layers alone. Its marker says where it stands."""
+    """What one rank holds. Built with memory for its own layers alone. Its marker says where it stands.
+
+    Without settings of an optimizer it has none: somebody else moves the parameters.
+    """
 
     def __init__(
         self,
@@ -30,13 +34,16 @@ class Rank:
         model: Model,
         placement: Placement,
         transport: Transport,
-        optimizer: OptimizerSettings,
+        optimizer: OptimizerSettings | None,
         marker: Marker | None = None,
+        make_layer: MakeLayer = materialize,
     ) -> None:
         self.rank = rank
         self.plan = plan
         self.placement = placement
-        self.stages = {stage: _stage(stage, plan, model, placement) for stage in plan.schedule.stages_of(rank)}
+        self.stages = {
+            stage: _stage(stage, plan, model, placement, make_layer) for stage in plan.schedule.stages_of(rank)
+        }
         _tie(self.stages, plan.tied)
         self.marker = marker or Board.in_memory(1).marker(0)
         self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport, self.marker)
@@ -46,7 +53,8 @@ class Rank:
         self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
         self._kept: list[Tensor] = []
         self.masters = Masters(self._unique, placement.masters)
-        self.optimizer = build_optimizer(optimizer, [self.masters.of(parameter) for parameter in self._unique])
+        moved = [self.masters.of(parameter) for parameter in self._unique]
+        self.optimizer = None if optimizer is None else build_optimizer(optimizer, moved)
 
     @property
     def holds_first(self) -> bool:
@@ -57,6 +65,12 @@ class Rank:
     def holds_last(self) -> bool:
         """Whether the loss is computed here."""
         return self.plan.schedule.stages - 1 in self.stages
+
+    def expect(self, plan: Plan) -> None:
+        """Take batches of another shape from now on: `plan` differs from the rank's own in nothing else."""
+        self.plan = plan
+        for executor in (self.trainer, self.evaluator):
+            executor.boundaries = plan.boundaries
 
     def rehearse(self, batch: Microbatches, *, evaluates: bool) -> None:
         """Run a step (and an evaluation) on zeros, alone, so that all code is compiled before others wait for it."""
@@ -125,10 +139,10 @@ class Rank:
         return {name: self.masters.of(parameter) for name, parameter in self.parameters.items()}
 
 
-def _stage(index: int, plan: Plan, model: Model, placement: Placement) -> Stage:
+def _stage(index: int, plan: Plan, model: Model, placement: Placement, make_layer: MakeLayer) -> Stage:
     layers = [model.layers[layer] for layer in plan.layers_of(index)]
     last = index == plan.schedule.stages - 1
-    return Stage(index, layers, model, placement, last=last, recomputed=plan.recomputed)
+    return Stage(index, layers, model, placement, last=last, recomputed=plan.recomputed, make_layer=make_layer)
 
 
 def _tie(stages: Mapping[int, Stage], tied: Mapping[str, str]) -> None:

@@ -31,7 +31,7 @@ class Ranks:
         self.ranks = tuple(ranks)
         self.group = group
         self._loss = loss
-        self._tied = plan.tied_ranks()
+        self._tied = _held_apart(plan, self.ranks)
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(self.ranks)
@@ -45,6 +45,12 @@ class Ranks:
     def holds_last(self) -> bool:
         """Whether the loss is computed here."""
         return any(rank.holds_last for rank in self.ranks)
+
+    def expect(self, plan: Plan) -> None:
+        """Take batches of another shape from now on: `plan` differs from the one at hand in nothing else."""
+        self.plan = plan
+        for rank in self.ranks:
+            rank.expect(plan)
 
     def cut(self, step: int, inputs: Nest, targets: Nest, *, loss_scale: float = 1.0) -> Microbatches:
         """A whole batch as microbatches.
@@ -60,7 +66,8 @@ class Ranks:
             sizes=sizes,
             inputs=None if inputs is None else split(inputs, sizes),
             targets=None if targets is None else split(targets, sizes),
-            weight=1.0 if targets is None else self._loss.weight(targets),
+            # nothing may count in a batch, padding alone: its sum is 0, and so shall its mean be
+            weight=1.0 if targets is None else self._loss.weight(targets) or 1.0,
             loss_scale=loss_scale,
         )
 
@@ -99,10 +106,12 @@ class Ranks:
             results: of `train`, if the norm shall not be finite where the loss isn't.
         """
         self.enter(Activity.TAKING_NORM)
-        counted = {
-            rank.rank: [p.grad for p in rank.counted_parameters(self._tied) if p.grad is not None]
-            for rank in self.ranks
-        }
+        counted: dict[int, list[Tensor]] = {}
+        seen: set[nn.Parameter] = set()  # ranks of one process may share a parameter
+        for rank in self.ranks:
+            own = [parameter for parameter in rank.counted_parameters(self._tied) if parameter not in seen]
+            counted[rank.rank] = [parameter.grad for parameter in own if parameter.grad is not None]
+            seen.update(own)
         losses = {rank.rank: result.loss for rank, result in zip(self.ranks, results, strict=False)}
         return gradients.global_norm(counted, self.group, losses)
 
@@ -144,3 +153,17 @@ class Ranks:
         for parameter, _ in before:
             parameter.grad = None
         return before
+
+
+def _held_apart(plan: Plan, ranks: Sequence[Rank]) -> dict[str, tuple[int, ...]]:
+    """`plan.tied_ranks()` without the parameters that are one and the same for all of their ranks."""
+    copies: dict[str, set[nn.Parameter]] = {}
+    for rank in ranks:
+        for name, parameter in rank.parameters.items():
+            copies.setdefault(plan.tied.get(name, name), set()).add(parameter)
+    here = {rank.rank for rank in ranks}
+    return {
+        owner: holders
+        for owner, holders in plan.tied_ranks().items()
+        if not here.issuperset(holders) or len(copies[owner]) > 1
+    }

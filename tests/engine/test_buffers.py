@@ -47,3 +47,20 @@ def test_buffers_hold_messages_of_any_shape_up_to_their_size():
         assert buffer.is_contiguous()
         del buffer
     assert pool.made == 1
+
+
+def test_a_message_larger_than_any_before_is_given_a_larger_buffer():
+    pool = BufferPool(4096, 2)
+    small, _ = pool.take(TensorSpec((1024,), torch.float32))
+    small.fill_(1.0)
+    large, slot = pool.take(TensorSpec((1025,), torch.float32))
+    assert (large.numel(), pool.size, pool.made) == (1025, 8192, 3)
+    large.fill_(2.0)
+    assert small.eq(1.0).all()
+    del small, large
+    again, taken = pool.take(TensorSpec((2048,), torch.float32))
+    assert taken == slot
+    other, _ = pool.take(TensorSpec((2048,), torch.float32))
+    assert pool.made == 4, "the small ones are not handed out any more"
+    other.fill_(3.0)
+    assert again[:1025].eq(2.0).all()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from models.resnet import resnet
+from pipeline.engine import casts
 from pipeline.engine.executor import ActionError, Executor, Microbatches, StepState, run
 from pipeline.engine.trace import HostClock, Trace
 from pipeline.engine.transport import InProcessTransport
@@ -443,3 +444,19 @@ def test_an_error_calls_the_rank_by_its_number_among_all():
     plan, executors = second_replica(model, inputs)
     with pytest.raises(ActionError, match=r"rank 3 failed in 1F2 .*\n(.*\n)*rank 2 .*\nrank 3 .*>F2<"):
         run(executors, [microbatches_of(plan, model, inputs, targets)] * 2)
+
+
+def test_a_failed_step_leaves_no_rank_in_the_middle_of_one(monkeypatch):
+    """A traceback may be kept, as a debugger does; weights must not be taken for those of the failed step for that."""
+    model, (inputs, targets) = chain([LINEAR] * 4), vectors(8)
+    plan = plan_for(settings_for("1f1b", 4, 4, 8), model, inputs)
+    ranks = build_ranks(plan, model)
+
+    def fails(*_):
+        raise OverflowError
+
+    monkeypatch.setattr(ranks[3].trainer, "_run", fails)
+    with pytest.raises(ActionError) as kept:
+        step(ranks, microbatches_of(plan, model, inputs, targets))
+    assert kept.traceback
+    assert casts._kept.steps == 0

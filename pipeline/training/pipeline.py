@@ -1,0 +1,378 @@
+"""A pipeline from Python: any modules in a row, a loss, and a step that leaves the gradients of the whole batch."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.engine.boundary import in_words, specs_of
+from pipeline.engine.nest import Nest, flat
+from pipeline.engine.seeding import generator_state, set_generator_state
+from pipeline.engine.transport import InProcessTransport, Transport
+from pipeline.schedule.library import options_of
+from pipeline.schedule.schedule import Schedule
+from pipeline.training import rendezvous
+from pipeline.training.agreement import check_same_plan
+from pipeline.training.devices import choose_devices
+from pipeline.training.group import DistributedGroup, Group, LocalGroup
+from pipeline.training.losses import as_sum
+from pipeline.training.module_layers import ModuleLayer, Modules, let_go, of_modules, own_module
+from pipeline.training.placement import place
+from pipeline.training.plan import Plan, draft_plan, for_batch, samples
+from pipeline.training.rank import Rank
+from pipeline.training.ranks import Ranks
+from pipeline.training.settings import (
+    ActivationCheckpointSettings,
+    PartitionSettings,
+    PrecisionSettings,
+    ScheduleSettings,
+    Settings,
+)
+from pipeline.training.transports import open_transport
+
+_KEPT_PLANS = 128
+"""Shapes of batches that are planned once: more are planned again when they come back."""
+
+
+class Pipeline:
+    """A model cut into stages that train together, in one process or in as many as a launcher such as torchrun started.
+
+    In one process the ranks take turns, and the modules given are the ones that are trained. Under a launcher every
+    process makes the same model and passes the same batches; it keeps and trains the modules of its own stages, and
+    those of others lose their memory (they are on the meta device then).
+
+    Args:
+        model: an `nn.Sequential` (a layer begins at each child with parameters, those without join the one before), or
+            a list or dict of modules, or pairs (name, module), each a layer; run in order, each on what the one before
+            returns: a tensor, or tensors in tuples, lists and dicts. Parameters that several layers share are one.
+        loss: of (outputs, targets); `losses.as_sum` says how it becomes the mean over the whole batch.
+        schedule: a name of `pipeline.schedule.library`, or a schedule of your own.
+        pp: pipeline ranks; under a launcher the number of its processes.
+        microbatches: pieces that a batch is cut into; their sizes differ by at most one.
+        activation_checkpoint: never, except_last, always or selective; or the settings of any.
+        partition: uniform (equal layers), parameters (the largest stage as small as can be), or how many layers each
+            stage holds.
+        stages_per_rank: where the schedule leaves the choice; None: two there.
+        autocast: the dtype that forward passes compute in, torch.bfloat16; None: the parameters'.
+        batch_norm: microbatch or deferred: when BatchNorm's averages move, at each microbatch or once a step.
+        device: auto, cpu or cuda. Auto leaves the model where it is; under a launcher it takes a GPU for each process,
+            if there are as many.
+        seed: with the number of the step decides what dropout draws.
+        prefetch: receives that are posted ahead of their use.
+        timeout: seconds that a message may take.
+
+    Raises:
+        ValueError: something of it can't be, with the value and the cure.
+    """
+
+    def __init__(
+        self,
+        model: Modules,
+        loss: Callable[..., Tensor],
+        *,
+        schedule: str | Schedule = "1f1b",
+        pp: int = 2,
+        microbatches: int = 8,
+        activation_checkpoint: str | ActivationCheckpointSettings = "never",
+        partition: str | list[int] = "uniform",
+        stages_per_rank: int | None = None,
+        autocast: torch.dtype | None = None,
+        batch_norm: str = "microbatch",
+        device: str = "auto",
+        seed: int = 0,
+        prefetch: int = 2,
+        timeout: float = 300.0,
+    ) -> None:
+        self._model = of_modules(model, as_sum(loss))
+        self._dtype = _dtype(self._model.layers)
+        if autocast not in (None, torch.bfloat16):
+            raise ValueError(f"autocast={autocast} would need a loss scale or do nothing: use torch.bfloat16, or None")
+        by_count = [] if isinstance(partition, str) else list(partition)
+        written = schedule if isinstance(schedule, Schedule) else None
+        if written and (written.pp, written.microbatches) != (pp, microbatches):
+            raise ValueError(
+                f"the schedule has {written.pp} ranks and {written.microbatches} microbatches, the pipeline pp={pp} "
+                f"and microbatches={microbatches}: use pp={written.pp}, microbatches={written.microbatches}"
+            )
+        self._settings = Settings(
+            launch="processes" if rendezvous.is_launched() else "in_process",
+            device=device,
+            seed=seed,
+            pp=pp,
+            microbatches=microbatches,
+            batch_size=microbatches,
+            batch_norm=batch_norm,
+            prefetch=prefetch,
+            timeout=timeout,
+            schedule=_chosen(schedule, stages_per_rank),
+            partition=PartitionSettings(partition if isinstance(partition, str) else "manual", by_count),
+            precision=PrecisionSettings(parameters=_word(self._dtype), autocast=_word(autocast)),
+            activation_checkpoint=ActivationCheckpointSettings(activation_checkpoint)
+            if isinstance(activation_checkpoint, str)
+            else activation_checkpoint,
+        )
+        self._settings.check()
+        self._draft = draft_plan(self._settings, self._model, schedule=written)
+        self._plans: dict[object, Plan] = {}
+        self._group, self._device, self._backend = self._join()
+        if isinstance(loss, nn.Module):
+            loss.to(self._device)
+        self._own = self._own_layers()
+        self._ranks: Ranks | None = self._open()
+        self.steps = 0
+        """Steps done. With the seed they decide what dropout draws: set it when training goes on from a checkpoint."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What every rank does, and in which order."""
+        return self._draft.schedule
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, a shared one once: all in one process, its own stages' under a launcher."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """`parameters` with their names in the whole model."""
+        seen = set[nn.Parameter]()
+        for layer in self._own:
+            for name, parameter in layer.module.named_parameters(layer.prefix.rstrip(".")):
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's in one process, under a launcher this process's part of it, with the whole's names."""
+        state: dict[str, Tensor] = {}
+        for layer in self._own:
+            layer.module.state_dict(destination=state, prefix=layer.prefix)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what this process holds from a state dict of the whole model, or of this part of it.
+
+        Raises:
+            ValueError: a name is missing or unknown, or its tensor has another shape.
+        """
+        known = {name for layer in self._model.layers for name in layer.module.state_dict(prefix=layer.prefix)}
+        own = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        wrong = [name for name, shape in own.items() if name not in state or tuple(state[name].shape) != shape]
+        wrong += [name for name in state if name not in known]
+        if wrong:
+            raise ValueError(f"the state dict is another model's: {wrong[0]} is missing, unknown or of another shape")
+        for layer in self._own:
+            names = layer.module.state_dict(prefix=layer.prefix)
+            layer.module.load_state_dict({name.removeprefix(layer.prefix): state[name] for name in names})
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, which steps add up until then."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def step(self, inputs: Nest, targets: Nest) -> Tensor:
+        """Forward and backward of a whole batch: adds the gradients of its mean loss to `.grad`.
+
+        Layers compute in the mode they are in. PyTorch's random numbers go on as if there had been no step.
+
+        Args:
+            inputs, targets: the batch, a tensor (samples, ...) or such tensors in tuples, lists and dicts; the same in
+                every process.
+
+        Returns:
+            The mean loss over the whole batch, 0-dim, in every process.
+
+        Raises:
+            ValueError: the batch has fewer samples than microbatches, a layer refuses it, or processes have others.
+            ActionError: an action of the schedule failed. Gradients are then of no use; in one process the next step
+                finds everything else in order.
+        """
+        with self._running(inputs, targets, "step") as ranks:
+            loss = ranks.mean_loss(ranks.train(ranks.cut(self.steps, inputs, targets)))
+        self.steps += 1
+        return self._scalar(loss)
+
+    def evaluate(self, inputs: Nest, targets: Nest) -> Tensor:
+        """The mean loss over a whole batch with the layers in evaluation mode, 0-dim, in every process.
+
+        Raises:
+            As `step` does.
+        """
+        with self._running(inputs, targets, "evaluate") as ranks:
+            loss = ranks.mean_loss(ranks.evaluate(ranks.cut(self.steps, inputs, targets)))
+        return self._scalar(loss)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to this norm over the whole model, whoever holds it.
+
+        Returns:
+            The norm before, 0-dim, in every process.
+        """
+        ranks = self._in_order()
+        norm = ranks.gradient_norm()
+        ranks.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
+        return self._scalar(norm)
+
+    # How it comes to run
+
+    def _join(self) -> tuple[Group, torch.device, str]:
+        """The ranks' group, this process's device, and what carries messages."""
+        settings, pp = self._settings, self._settings.pp
+        if not rendezvous.is_launched():
+            device = _place(self._model.layers) if settings.device == "auto" else choose_devices(settings).of(0)
+            return LocalGroup(pp), device, "gloo"
+        started = rendezvous.world_size()
+        if started != pp:
+            raise ValueError(f"the launcher started {started} processes and pp={pp}: use pp={started}")
+        devices, number = choose_devices(settings), rendezvous.rank()
+        device = devices.of(int(os.environ.get("LOCAL_RANK", number)))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            rendezvous.join(settings.timeout)
+            atexit.register(rendezvous.leave)
+        tied = list(self._draft.tied_ranks().values())
+        group = DistributedGroup(number, pp, tied=tied, backend=devices.backend, timeout=settings.timeout)
+        check_same_plan(self._draft, group)
+        return group, device, devices.backend
+
+    def _own_layers(self) -> list[ModuleLayer]:
+        plan = self._draft
+        stages = sorted(stage for rank in self._group.local for stage in plan.schedule.stages_of(rank))
+        indices = [index for stage in stages for index in plan.layers_of(stage)]
+        own = [self._model.layers[index] for index in indices]
+        let_go([layer for index, layer in enumerate(self._model.layers) if index not in indices], own)
+        return own
+
+    def _open(self) -> Ranks:
+        where = place(self._settings, self._device)
+        transport = self._transport()
+        ranks = [
+            Rank(number, self._draft, self._model, where, transport, None, make_layer=own_module)
+            for number in self._group.local
+        ]
+        for rank in ranks:
+            rank.trainer.clock = None  # nobody asks what an action took
+        return Ranks(self._draft, ranks, self._model.loss, self._group)
+
+    def _transport(self) -> Transport:
+        if not rendezvous.is_launched():
+            return InProcessTransport()
+        timeout = self._settings.timeout
+        return open_transport(self._draft, self._group, self._device, backend=self._backend, timeout=timeout)
+
+    # A step
+
+    @contextmanager
+    def _running(self, inputs: Nest, targets: Nest, what: str) -> Iterator[Ranks]:
+        """The ranks, ready for such a batch; put in order, or out of use, should the batch fail."""
+        ranks = self._in_order()
+        self._check(inputs, targets)
+        ranks.expect(self._plan(inputs, targets, what))
+        random = generator_state(self._device)
+        try:
+            yield ranks
+        except BaseException:
+            self._ranks = None
+            raise
+        finally:
+            set_generator_state(self._device, random)
+
+    def _in_order(self) -> Ranks:
+        if self._ranks is None:
+            if rendezvous.is_launched():
+                raise RuntimeError(
+                    "a step of this pipeline has failed, and its processes are no longer together: end it"
+                )
+            self._ranks = self._open()
+        return self._ranks
+
+    def _check(self, inputs: Nest, targets: Nest) -> None:
+        found, told = _samples("inputs", inputs), _samples("targets", targets)
+        microbatches = self._settings.microbatches
+        if told != found:
+            raise ValueError(f"the batch has {found} inputs and {told} targets: give a target for each sample")
+        if found < microbatches:
+            raise ValueError(
+                f"the batch has {found} samples and the pipeline {microbatches} microbatches: use a larger batch, or "
+                f"microbatches={found or 1}"
+            )
+        if torch.is_autocast_enabled(self._device.type):
+            raise ValueError(
+                "a step inside torch.autocast would send other dtypes than planned: leave the context, and use "
+                "Pipeline(..., autocast=torch.bfloat16)"
+            )
+
+    def _plan(self, inputs: Nest, targets: Nest, what: str) -> Plan:
+        """For batches of this shape, the same in every process."""
+        specs = specs_of(inputs)
+        trained = tuple(p.requires_grad for layer in self._model.layers for p in layer.module.parameters())
+        self._agree(
+            f"{what} of {in_words(specs)} and {in_words(specs_of(targets))}, {sum(trained)} parameters to train"
+        )
+        key = repr(specs), trained
+        if key not in self._plans:
+            if len(self._plans) == _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[key] = for_batch(self._draft, self._settings, self._model, specs, self._device)
+        return self._plans[key]
+
+    def _agree(self, what: str) -> None:
+        """Have processes that were given different batches say so, instead of waiting for each other."""
+        if len(self._group.local) == self._group.size:
+            return
+        marks = self._group.gather_floats([float(zlib.crc32(what.encode()))] * len(self._group.local))
+        if len(set(marks)) > 1:
+            each = self._group.gather([what] * len(self._group.local))
+            found = "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(each))
+            raise ValueError(f"the processes were not given the same ({found}): pass the same batch in all of them")
+
+    def _scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._dtype, device=self._device)
+
+
+def _chosen(schedule: str | Schedule, stages_per_rank: int | None) -> ScheduleSettings:
+    if isinstance(schedule, Schedule):
+        return ScheduleSettings(schedule.name)
+    default = 2 if "stages_per_rank" in options_of(schedule) else 1
+    return ScheduleSettings(schedule, default if stages_per_rank is None else stages_per_rank)
+
+
+def _dtype(layers: tuple[ModuleLayer, ...]) -> torch.dtype:
+    """That of the model's parameters."""
+    found = {p.dtype for layer in layers for p in layer.module.parameters() if p.is_floating_point()}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the model's parameters are of several types ({names}): convert it, model.to(torch.float32)")
+    dtype = found.pop() if found else torch.get_default_dtype()
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"the model's parameters are {dtype}: convert it, model.to(torch.float32)")
+    return dtype
+
+
+def _place(layers: tuple[ModuleLayer, ...]) -> torch.device:
+    """Where the model is."""
+    found = {tensor.device for layer in layers for _, tensor in layer.tensors()}
+    if len(found) > 1 or torch.device("meta") in found:
+        names = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the model is on {names}: move all of it to one device, such as model.to('cpu')")
+    return found.pop() if found else torch.get_default_device()
+
+
+def _word(dtype: torch.dtype | None) -> Any:
+    """As settings have it."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _samples(name: str, batch: Nest) -> int:
+    strange = [type(leaf).__name__ for leaf in flat(batch) if not isinstance(leaf, Tensor)]
+    if strange or batch is None:
+        raise ValueError(f"{name} are no batch ({(*strange, 'None')[0]}): give a tensor, or tensors in a tuple or dict")
+    return samples(batch)
