@@ -35,6 +35,10 @@ class TensorSpec:
         """Whether `tensor` has this spec."""
         return tensor.dtype == self.dtype and tensor.shape == self.shape
 
+    def crossing(self, dtype: torch.dtype | None) -> TensorSpec:
+        """What is sent of it: floating-point numbers in `dtype`, if that is given."""
+        return self if dtype is None or not self.dtype.is_floating_point else TensorSpec(self.shape, dtype)
+
     @property
     def nbytes(self) -> int:
         """Bytes of one such tensor."""
@@ -66,22 +70,28 @@ class Boundary:
         nest: specs, nested as the layer before the boundary gives the tensors.
         trained: for each tensor whether a layer before the boundary trains through it.
         differentiable: for each tensor whether it is trained and the model's output depends on it.
+        crossing: the dtype that floating-point tensors have on their way to another rank; None: their own.
     """
 
     nest: SpecNest
     trained: tuple[bool, ...]
     differentiable: tuple[bool, ...]
+    crossing: torch.dtype | None = None
     tensors: tuple[TensorSpec, ...] = field(init=False)
     gradients: tuple[TensorSpec, ...] = field(init=False)
     """Those of the tensors that are differentiable."""
+    _messages: dict[str, tuple[TensorSpec, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         tensors = flat(self.nest)
         object.__setattr__(self, "tensors", tensors)
         object.__setattr__(self, "gradients", tuple(self.of_differentiable(tensors)))
+        kinds = {"activation": self.tensors, "gradient": self.gradients}
+        messages = {kind: tuple(spec.crossing(self.crossing) for spec in specs) for kind, specs in kinds.items()}
+        object.__setattr__(self, "_messages", messages)
 
     @classmethod
-    def of(cls, value: Nest, outputs: Nest) -> Boundary:
+    def of(cls, value: Nest, outputs: Nest, crossing: torch.dtype | None = None) -> Boundary:
         """Of tensors as these are, from which the model went on to `outputs`."""
         trained = tuple(tensor.requires_grad for tensor in flat(value))
         used = _edges_behind(outputs)
@@ -89,20 +99,23 @@ class Boundary:
             specs_of(value),
             trained,
             tuple(each and _edge(tensor) in used for tensor, each in zip(flat(value), trained, strict=True)),
+            crossing,
         )
 
     def message(self, kind: Literal["activation", "gradient"]) -> tuple[TensorSpec, ...]:
         """What crosses, a transfer each: all tensors down, the gradients up."""
-        return self.tensors if kind == "activation" else self.gradients
+        return self._messages[kind]
 
     def value(self, tensors: Sequence[Tensor]) -> Nest:
         """What came, as the stage takes it."""
-        nest: Nest = rebuilt(self.nest, tensors)
+        nest: Nest = rebuilt(self.nest, _in_their_own(self.tensors, tensors))
         return nest
 
     def leaves(self, tensors: Sequence[Tensor]) -> Nest:
         """What came, as a stage takes it that gives its gradients back."""
-        return self.value([t.requires_grad_(wanted) for t, wanted in zip(tensors, self.differentiable, strict=True)])
+        own = _in_their_own(self.tensors, tensors)
+        nest: Nest = rebuilt(self.nest, map(Tensor.requires_grad_, own, self.differentiable))
+        return nest
 
     def of_differentiable(self, each: Sequence[Any]) -> list[Any]:
         """Of something for every tensor what is for the differentiable ones."""
@@ -110,8 +123,13 @@ class Boundary:
 
     def spread(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients that came, an entry a tensor: None where there is none."""
-        remaining = iter(gradients)
+        remaining = iter(_in_their_own(self.gradients, gradients))
         return [next(remaining) if wanted else None for wanted in self.differentiable]
+
+
+def _in_their_own(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What came, in the dtypes that it had before it crossed."""
+    return [tensor.to(spec.dtype) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
 _Edge = tuple[Node, int]
@@ -128,6 +146,7 @@ def boundaries(
     device: torch.device,
     autocast: Autocast,
     kept: Collection[int] = (),
+    crossing: torch.dtype | None = None,
 ) -> tuple[Boundary, ...]:
     """What each stage receives, and last what the last stage gives to the loss: one more than stages.
 
@@ -142,6 +161,7 @@ def boundaries(
         device: the device type decides autocast's rules.
         autocast: makes the context that the run's forward passes are under.
         kept: layers inside a stage whose input is kept as well, for a recomputation of a part of the stage.
+        crossing: the dtype of floating-point tensors on their way to another rank; None: their own.
 
     Raises:
         ValueError: a normalization would see a single value a channel, a layer refuses its input's shape or gives
@@ -155,7 +175,7 @@ def boundaries(
     # a cumulative average asks for the number of batches so far, which a fake tensor doesn't have
     with FakeTensorMode(), torch.device(device), statistics_kept(modules):
         value = mapped(lambda spec: _empty(spec, dtype), inputs)
-        crossing = [value]
+        received = [value]
         watched: list[tuple[Tensor, int]] = []
         for index, (layer, module) in enumerate(zip(layers, modules, strict=True), start=1):
             give_memory(module, device, dtype)
@@ -169,8 +189,8 @@ def boundaries(
                     "operation out of place, or a cut that leaves this layer inside a stage"
                 )
             if index in ends:
-                crossing.append(value)
-        return tuple(Boundary.of(each, value) for each in crossing)
+                received.append(value)
+        return tuple(Boundary.of(each, value, crossing) for each in received)
 
 
 def _edges_behind(outputs: Nest) -> set[_Edge]:

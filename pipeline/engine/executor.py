@@ -298,8 +298,10 @@ class Executor:
 
     def _send(self, state: StepState, action: Action) -> None:
         transfer = self._transfer(action)
-        for tensor in state.handover.pop(transfer.message, ()):  # none if it left in the middle of an overlapped pair
-            self._transport.send(transfer.channel, transfer.message, tensor)
+        tensors = state.handover.pop(transfer.message, ())  # none if it left in the middle of an overlapped pair
+        specs = self._boundary(state, transfer.stage, action.microbatch).message(transfer.channel.kind)
+        for tensor, spec in zip(tensors, specs, strict=False):
+            self._transport.send(transfer.channel, transfer.message, tensor.to(spec.dtype))
 
     def _post_receive(self, state: StepState, action: Action) -> None:
         transfer = self._transfer(action)

@@ -21,7 +21,7 @@ from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Simulation, nominal_costs, simulate
 from pipeline.schedule.validate import validate
 from pipeline.training.checkpointing import lowered, recomputed_part
-from pipeline.training.precision import autocast, parameter_dtype
+from pipeline.training.precision import autocast, crossing_dtype, parameter_dtype
 from pipeline.training.schedule_choice import stated_footprint, write_schedule
 from pipeline.training.settings import Settings
 
@@ -241,6 +241,7 @@ def _boundaries(
         device=device,
         autocast=autocast(settings.precision, device.type),
         kept=[start + one.layers.start for start, n in zip(starts, counts, strict=True) for one in part.segments(n)],
+        crossing=crossing_dtype(settings.precision),
     )
 
 

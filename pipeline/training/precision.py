@@ -29,6 +29,11 @@ def master_dtype(settings: PrecisionSettings) -> torch.dtype | None:
     return None if settings.masters is None else _dtype("precision.masters", settings.masters)
 
 
+def crossing_dtype(settings: PrecisionSettings) -> torch.dtype | None:
+    """The dtype of floating-point tensors on their way from rank to rank; None: their own."""
+    return None if settings.boundary is None else _dtype("precision.boundary", settings.boundary)
+
+
 def autocast(settings: PrecisionSettings, device_type: str) -> Autocast:
     """Makes the context that every forward pass and loss runs under."""
     if settings.autocast is None:

@@ -47,6 +47,7 @@ class PrecisionSettings:
     parameters: str = described("float32", "dtype of parameters, gradients and optimizer state")
     autocast: str | None = described(None, "dtype that autocast computes in; null: no autocast")
     loss_scale: float = described(1.0, "starting loss scale; above 1 it is dynamic (fp16)")
+    boundary: str | None = described(None, "dtype of activations and gradients sent to another rank; null: their own")
     masters: str | None = described(
         None, "dtype of gradients, optimizer state and the exact parameters where parameters are rounded; null: none"
     )
@@ -309,6 +310,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "costs.per": ("stage", "rank"),
     "precision.parameters": ("float64", "float32", "bfloat16"),
     "precision.masters": (None, "float32"),
+    "precision.boundary": (None, "float32", "bfloat16", "float16"),
     "precision.autocast": (None, "bfloat16", "float16"),
     "partition.name": ("uniform", "parameters", "manual"),
     "activation_checkpoint.name": ("never", "except_last", "always", "selective", "window"),

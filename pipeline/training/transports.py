@@ -63,7 +63,7 @@ def buffers(plan: Plan, rank: int) -> tuple[int, int]:
         for action in program.rows[rank]
         if action.type in (ActionType.RECV_F, ActionType.RECV_B)
     }
-    messages = [found[stage].tensors for found in plan.boundaries.values() for stage in received]
+    messages = [found[stage].message("activation") for found in plan.boundaries.values() for stage in received]
     largest = max((spec.nbytes for tensors in messages for spec in tensors), default=0)
     messages_at_once = max(peak_buffers(program, rank) for program in (plan.program, plan.evaluation))
     return largest, messages_at_once * max(map(len, messages), default=1)

@@ -48,6 +48,7 @@ def test_the_defaults_pass():
         ("gradient_clip", float("nan"), "gradient_clip=nan is not positive"),
         ("precision.loss_scale", 0.5, "precision.loss_scale=0.5 is out of range"),
         ("precision.masters", "float32", "precision.masters=float32 is for precision.parameters=bfloat16, not float32"),
+        ("precision.boundary", "int8", "precision.boundary=int8 is unknown: use null, float32, bfloat16 or float16"),
         ("precision.masters", "float64", "precision.masters=float64 is unknown: use null or float32"),
         ("task", "tune", "task=tune is unknown: use train, plan, "),
         ("launch", "threads", "launch=threads is unknown: use processes or in_process"),
