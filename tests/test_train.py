@@ -34,6 +34,7 @@ from tests.conf.compose import configured
 FOLDER = pytest.TempPathFactory
 SUMMARY = [
     *("status", "schedule", "model", "pp", "microbatches", "batch_size", "steps", "train_loss", "validation_loss"),
+    "dp",
     *(
         "samples_per_second",
         "step_seconds",

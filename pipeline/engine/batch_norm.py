@@ -47,10 +47,16 @@ class _Deferred(_BatchNorm):
             first = first.narrow(dimension, 0, 1)
         # a mean in float32 is off by more than a small deviation: that of what is left by a value of the channel isn't
         variance, mean = torch.var_mean(input - first, dimensions, correction=0)
+        self.take_in(count, first.double().flatten() + mean.double(), variance.double() * count)
+
+    @torch.no_grad()
+    def take_in(self, count: Tensor | int, mean: Tensor, squares: Tensor) -> None:
+        """Combine what there is with the sums of `count` more values, in float64."""
         total = self.batch_count + count
-        apart = first.double().flatten() + mean.double() - self.batch_mean
-        self.batch_squares += variance.double() * count + apart.square() * (self.batch_count * count / total)
-        self.batch_mean += apart * (count / total)
+        share = count / total.clamp(min=1)
+        apart = mean - self.batch_mean
+        self.batch_squares += squares + apart.square() * (self.batch_count * share)
+        self.batch_mean += apart * share
         self.batch_count.copy_(total)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,6 +122,85 @@ def commit(modules: Iterable[nn.Module]) -> None:
     """A training step is complete: running averages that wait for that move."""
     for norm in _deferred_norms(modules):
         norm.commit()
+
+
+class DeferredAverages:
+    """What a deferred BatchNorm of one replica has collected in a step, to be combined with the other replicas'."""
+
+    def __init__(self, module: _Deferred) -> None:
+        self.module = module
+
+    def begin(self) -> None:
+        """Nothing is there: `begin` of the module has seen to it."""
+
+    def moved(self) -> Tensor:
+        """One row, float64."""
+        norm = self.module
+        return torch.cat([norm.batch_count.view(1), norm.batch_mean, norm.batch_squares])
+
+    def merge(self, rows: Tensor) -> None:
+        """Let the module have collected what all replicas have, `rows` in their order."""
+        self.module.begin()
+        for row in rows:
+            mean, squares = row[1:].chunk(2)
+            self.module.take_in(row[0], mean, squares)
+
+
+class MovingAverages:
+    """A BatchNorm of one replica whose running averages move with every microbatch.
+
+    A step of k microbatches takes an average a to d a + b, with d = (1 - momentum)^k (for a cumulative average of n
+    values: n / (n + k)). What is known is the outcome, so b is, and the replicas' steps can follow one another.
+    """
+
+    def __init__(self, module: _BatchNorm) -> None:
+        self.module = module
+        self.begin()
+
+    def begin(self) -> None:
+        """Remember the averages before a step."""
+        self._before = self.moved()
+
+    @torch.no_grad()
+    def moved(self) -> Tensor:
+        """The number of microbatches so far and the averages: one row, float64."""
+        return torch.cat([part.double().view(-1) for part in self._parts()])
+
+    @torch.no_grad()
+    def merge(self, rows: Tensor) -> None:
+        """Set the averages to those after the steps of all replicas, `rows` in their order, one after the other."""
+        before, averages = self._before[0], self._before[1:]
+        steps, merged = before, averages
+        for row in rows:
+            came = row[0] - before
+            added = row[1:] - self._decay(before, came) * averages
+            if self.module.momentum is None:
+                added = added * ((before + came) / (steps + came).clamp(min=1))
+            merged = torch.where(came > 0, self._decay(steps, came) * merged + added, merged)
+            steps = steps + came
+        tracked, mean, variance = self._parts()
+        tracked.copy_(steps)
+        for part, found in zip((mean, variance), merged.chunk(2), strict=True):
+            part.copy_(found)
+
+    def _decay(self, steps: Tensor, came: Tensor) -> Tensor:
+        if self.module.momentum is None:
+            return steps / (steps + came).clamp(min=1)
+        return torch.pow(1 - self.module.momentum, came)
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        norm = self.module
+        assert norm.num_batches_tracked is not None, "it tracks its averages"
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        return norm.num_batches_tracked, norm.running_mean, norm.running_var
+
+
+def averages(modules: Iterable[nn.Module]) -> list[DeferredAverages | MovingAverages]:
+    """Of every BatchNorm that has running averages."""
+    modules = list(modules)
+    deferred = [DeferredAverages(norm) for norm in dict.fromkeys(_deferred_norms(modules))]
+    return [*deferred, *(MovingAverages(norm) for norm in dict.fromkeys(_norms(modules)))]
 
 
 @contextmanager

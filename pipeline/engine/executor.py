@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import le
 
@@ -22,7 +22,7 @@ from pipeline.engine.trace import Clock, NoTrace, Trace, clock_for
 from pipeline.engine.transport import Receive, Transport
 from pipeline.engine.weight_gradient import WeightGradients
 from pipeline.engine.wiring import Transfer, wires
-from pipeline.schedule.actions import Action, ActionType
+from pipeline.schedule.actions import NO_MICROBATCH, Action, ActionType
 from pipeline.schedule.grid import grid
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Event
@@ -52,6 +52,16 @@ class Microbatches:
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def part(self, piece: slice) -> Microbatches:
+        """Some of the microbatches, with their numbers and the weight of all."""
+        return replace(
+            self,
+            sizes=self.sizes[piece],
+            inputs=self.inputs and self.inputs[piece],
+            targets=self.targets and self.targets[piece],
+            first=self.first + piece.start,
+        )
 
 
 @dataclass
@@ -117,7 +127,6 @@ class Executor:
         self._marker = marker or Board.in_memory(1).marker(0)
         self._place = rank % schedule.pp
         self._row = schedule.rows[self._place]
-        self._reduce_stage = reduce or _nothing_to_reduce
         self._wires = wires(schedule, rank)
         self._device = next(iter(stages.values())).placement.device
         self._recomputed = {(a.stage, a.microbatch) for a in self._row if a.type is ActionType.R}
@@ -141,6 +150,7 @@ class Executor:
             ActionType.RECV_F: self._post_receive,
             ActionType.RECV_B: self._post_receive,
         }
+        self.reduce = reduce or nothing_to_reduce
         self.meter: ActivationMeter | None = None
         self.clock: Clock | None = clock_for(self._device)  # None: nothing is traced
         self.position = 0
@@ -239,7 +249,7 @@ class Executor:
                 self._send(state, send)
 
     def _reduce(self, state: StepState, action: Action) -> None:
-        self._reduce_stage(action.stage)
+        self.reduce(action.stage)
 
     def _deferred(self, action: Action) -> WeightGradients | None:
         if (action.stage, action.microbatch) not in self._split:
@@ -352,17 +362,21 @@ class Executor:
     def _describe(self, action: Action, step: int, error: Exception) -> str:
         first = self.rank - self._place
         marked = grid(self.schedule, mark={(self._place, self.position)}, width=160, first_rank=first)
-        return f"rank {self.rank} failed in {action} (microbatch {action.microbatch}) of step {step}: {error}\n{marked}"
+        of = "" if action.microbatch == NO_MICROBATCH else f" (microbatch {action.microbatch})"
+        return f"rank {self.rank} failed in {action}{of} of step {step}: {error}\n{marked}"
 
 
-def _nothing_to_reduce(stage: int) -> None:
+def nothing_to_reduce(stage: int) -> None:
     """A single replica's gradients are complete as they stand."""
 
 
-def run(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> list[StepResult]:
+def run(
+    executors: Sequence[Executor], batches: Sequence[Microbatches], settle: Callable[[], None] | None = None
+) -> list[StepResult]:
     """Run one step of several ranks that share a process, taking turns whenever a message is missing.
 
-    With one executor on a blocking transport this is a plain run to the end.
+    With one executor on a blocking transport this is a plain run to the end. `settle` is called when all are there and
+    before what moves once a step is moved.
 
     Raises:
         RuntimeError: no rank can go on (a validated schedule can't do this).
@@ -371,6 +385,8 @@ def run(executors: Sequence[Executor], batches: Sequence[Microbatches]) -> list[
         for executor in executors:
             stack.enter_context(executor.in_mode())
         results = _take_turns(executors, batches)
+    if settle is not None:
+        settle()
     for executor in executors:
         executor.commit()
     return [results[executor.rank] for executor in executors]

@@ -21,14 +21,15 @@ class Activity(enum.IntEnum):
     CONNECTING = 1
     LOADING = 2
     TRAINING = 3
-    SUMMING_TIED = 4
-    TAKING_NORM = 5
-    UPDATING = 6
-    LOGGING = 7
-    EVALUATING = 8
-    REPORTING = 9
-    SAVING = 10
-    DONE = 11
+    REDUCING = 4
+    SUMMING_TIED = 5
+    TAKING_NORM = 6
+    UPDATING = 7
+    LOGGING = 8
+    EVALUATING = 9
+    REPORTING = 10
+    SAVING = 11
+    DONE = 12
 
     @property
     def runs_program(self) -> bool:

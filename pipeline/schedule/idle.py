@@ -38,15 +38,20 @@ CAUSES = tuple(field.name for field in fields(Idle))
 """Of idle time, the shares of `Idle` in order."""
 
 
-def split_idle(events: Sequence[Sequence[Event]], schedule: Schedule) -> tuple[Idle, ...]:
+def split_idle(
+    events: Sequence[Sequence[Event]], schedule: Schedule, span: tuple[float, float] | None = None
+) -> tuple[Idle, ...]:
     """The idle time of each rank, with `events[rank]` in the order they ran; all ranks' clocks must agree.
 
     An input counts as sent when the action that makes it has ended (of an overlapped pair with `release` each: its
-    forward's share). Equal stages are ones that take what all stages take on average, type by type.
+    forward's share). Equal stages are ones that take what all stages take on average, type by type. With `span`, idle
+    time is what the ranks have of it, from its begin to its end; without, from the first start to the last end.
     """
     ran = [event for row in events for event in row]
-    begin = min((event.start for event in ran), default=0.0)
-    end = max((event.end for event in ran), default=0.0)
+    begin, end = span or (
+        min((event.start for event in ran), default=0.0),
+        max((event.end for event in ran), default=0.0),
+    )
     made = outputs(ran, schedule)
     return tuple(_split(row, begin, end, made, schedule) for row in events)
 

@@ -28,11 +28,12 @@ def lowered(schedule: Schedule, settings: Settings, footprint: Footprint | None 
         ValueError: a limit that is no number, that can't be met, or in bytes without a footprint.
     """
     chosen = settings.activation_checkpoint
+    options = {"prefetch": settings.prefetch, "replicas": settings.dp}
     if chosen.name != "window":
-        return lower(schedule, activation_checkpoint=chosen.name, prefetch=settings.prefetch)
+        return lower(schedule, activation_checkpoint=chosen.name, **options)
     window = _by_count(chosen) if chosen.memory_limit is None else _by_bytes(chosen, footprint)
     try:
-        return lower(schedule, activation_checkpoint=window, prefetch=settings.prefetch)
+        return lower(schedule, activation_checkpoint=window, **options)
     except ValueError as error:
         raise ValueError(f"{_given(chosen)}: {error}") from error
 

@@ -52,7 +52,7 @@ def _chosen(settings: Settings) -> Devices:
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     needed = 1 if in_process or settings.share_gpu else ranks_here
     if settings.device == "cuda" and gpus < needed:
-        raise ValueError(_too_few_gpus(gpus, needed))
+        raise ValueError(_too_few_gpus(gpus, needed, settings.dp))
     if settings.device == "cpu" or gpus < needed:
         return Devices("cpu", shared=in_process, backend="gloo")
     _check_gpu_precision(settings.precision)
@@ -69,9 +69,9 @@ def warn_of_slow_choices(settings: Settings, devices: Devices) -> None:
         few, ranks = _count(gpus), _ranks_here(settings)
         _log.warning("%s for %d ranks: using the CPU; share_gpu=true lets the ranks share GPUs", few, ranks)
     cores = os.cpu_count() or 1
-    if settings.launch == "processes" and settings.pp > cores:
+    if settings.launch == "processes" and settings.ranks > cores:
         _log.warning(
-            "%d ranks share %d CPU cores: times and bubbles are those of a crowded machine", settings.pp, cores
+            "%d ranks share %d CPU cores: times and bubbles are those of a crowded machine", settings.ranks, cores
         )
     if settings.precision.autocast == "float16":
         _log.warning("fp16 is emulated on a CPU and many times slower than fp32: use precision=bf16 or fp32 for speed")
@@ -79,7 +79,7 @@ def warn_of_slow_choices(settings: Settings, devices: Devices) -> None:
 
 def _ranks_here(settings: Settings) -> int:
     """How many ranks this machine gets."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", settings.pp)) if rendezvous.is_launched() else settings.pp
+    return int(os.environ.get("LOCAL_WORLD_SIZE", settings.ranks)) if rendezvous.is_launched() else settings.ranks
 
 
 def _check_gpu_precision(precision: PrecisionSettings) -> None:
@@ -89,12 +89,12 @@ def _check_gpu_precision(precision: PrecisionSettings) -> None:
         raise ValueError(f"precision={precision.name} is not supported by this GPU ({gpu}): use precision=fp16 or fp32")
 
 
-def _too_few_gpus(gpus: int, needed: int) -> str:
+def _too_few_gpus(gpus: int, needed: int, dp: int) -> str:
     if gpus == 0:
         return f"device=cuda needs {_count(needed)} and this machine has none: use device=cpu"
     return (
         f"device=cuda needs a GPU for each of {needed} ranks and this machine has {gpus}: use share_gpu=true or "
-        f"launch=in_process, or pp={gpus}"
+        f"launch=in_process, or {f'pp={gpus}' if dp == 1 else f'pp x dp = {gpus}'}"
     )
 
 

@@ -9,7 +9,7 @@ from pipeline.engine.standing import Activity, Standing
 from pipeline.schedule.actions import Action
 from pipeline.schedule.errors import Place
 from pipeline.schedule.grid import grid
-from pipeline.schedule.schedule import Message, Schedule, message, takes
+from pipeline.schedule.schedule import Message, Row, Schedule, message, takes
 from pipeline.training.failures import Cause, RankFailure
 
 _WIDTH = 120
@@ -18,6 +18,7 @@ _WORDS = {
     Activity.STARTING: "starting",
     Activity.CONNECTING: "connecting to the other ranks",
     Activity.LOADING: "loading batch {number}",
+    Activity.REDUCING: "summing the gradients of step {number} over the replicas",
     Activity.SUMMING_TIED: "summing the tied gradients of step {number}",
     Activity.TAKING_NORM: "taking the gradient's norm of step {number}",
     Activity.UPDATING: "updating the weights of step {number}",
@@ -33,8 +34,8 @@ class HangReport:
     """All ranks at one moment.
 
     Args:
-        programs: what they run, by activity.
-        standings: by rank; None for a rank that gave no sign of life.
+        programs: what the ranks of a replica run, by activity.
+        standings: by rank, of all replicas; None for a rank that gave no sign of life.
         timeout: seconds that a message may take.
         ends: of ranks that are at an end or can't go on, how, to be read after "rank 1": "was killed by SIGKILL".
     """
@@ -45,7 +46,10 @@ class HangReport:
     ends: Mapping[int, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """A line a rank, and the grid of the program that the last of them is in, with their places marked."""
+        """A line a rank, and the grid of the program that the last of them is in, with their places marked.
+
+        Of several replicas the one is drawn whose turn it was.
+        """
         lines = [f"rank {rank:>{len(str(len(self.standings) - 1))}}  {line}" for rank, line in enumerate(self._lines())]
         drawn = self._grid()
         return "\n".join(lines if drawn is None else [*lines, drawn])
@@ -75,10 +79,10 @@ class HangReport:
         if standing is None or not standing.activity.runs_program:
             return []
         program = self.programs[standing.activity]
-        row = program.rows[rank][: standing.position]
+        row = self._row(rank, program)[: standing.position]
         used = {takes(part, program.stages) for action in row for part in action.compute}
         posted = [message(action) for action in row if action.type.is_receive]
-        return [moved for moved in posted if moved not in used and self._has_sent(moved, standing, sending=True)]
+        return [moved for moved in posted if moved not in used and self._has_sent(moved, rank, sending=True)]
 
     def _sentence(self, rank: int) -> str:
         standing = self.standings[rank]
@@ -121,10 +125,10 @@ class HangReport:
         if self._action(rank, standing) is None:
             return "waits until what it sent is taken"
         messages = self._messages(rank, standing)
-        return f"waits for {' and '.join(self._awaited(moved, standing) for moved in messages)}"
+        return f"waits for {' and '.join(self._awaited(moved, rank) for moved in messages)}"
 
-    def _awaited(self, moved: Message, receiver: Standing) -> str:
-        sender = self.programs[receiver.activity].stage_to_rank[moved.source_stage]
+    def _awaited(self, moved: Message, receiver: int) -> str:
+        sender, _ = self._sender(moved, receiver)
         standing = self.standings[sender]
         text = f"{moved}, from rank {sender}, which"
         if standing is None:
@@ -137,7 +141,7 @@ class HangReport:
         """The action a rank is at; None outside its program's row."""
         if not standing.activity.runs_program:
             return None
-        row = self.programs[standing.activity].rows[rank]
+        row = self._row(rank, self.programs[standing.activity])
         return row[standing.position] if standing.position < len(row) else None
 
     def _messages(self, rank: int, standing: Standing) -> list[Message]:
@@ -147,34 +151,47 @@ class HangReport:
             return []
         program = self.programs[standing.activity]
         taken = [takes(part, program.stages) for part in action.compute]
-        return [moved for moved in taken if moved is not None and program.stage_to_rank[moved.source_stage] != rank]
+        return [moved for moved in taken if moved is not None and self._sender(moved, rank)[0] != rank]
 
-    def _has_sent(self, moved: Message, receiver: Standing, *, sending: bool = False) -> bool:
+    def _row(self, rank: int, program: Schedule) -> Row:
+        return program.rows[rank % program.pp]
+
+    def _sender(self, moved: Message, receiver: int) -> tuple[int, Standing]:
+        """The rank of the receiver's replica that makes a message, and the receiver's own standing."""
+        standing = self.standings[receiver]
+        assert standing is not None, "it is known to wait for a message"
+        program = self.programs[standing.activity]
+        return receiver - receiver % program.pp + program.stage_to_rank[moved.source_stage], standing
+
+    def _has_sent(self, moved: Message, receiver: int, *, sending: bool = False) -> bool:
         """Whether the sender is past the send; `sending`: or at it."""
-        program = self.programs[receiver.activity]
-        sender = program.stage_to_rank[moved.source_stage]
-        standing = self.standings[sender]
-        row = enumerate(program.rows[sender])
-        at = next((i for i, action in row if action.type.is_send and message(action) == moved), None)
+        sender, waiting = self._sender(moved, receiver)
+        standing, row = self.standings[sender], self._row(sender, self.programs[waiting.activity])
+        at = next((i for i, action in enumerate(row) if action.type.is_send and message(action) == moved), None)
         if standing is None or at is None:
             return False
-        return (standing.lap, standing.position + sending) > (receiver.lap, at)
+        return (standing.lap, standing.position + sending) > (waiting.lap, at)
 
     def _unserved(self, rank: int, standing: Standing) -> list[str]:
         """The messages that the rank waits for, if all of them have been sent."""
         messages = self._messages(rank, standing)
-        if not all(self._has_sent(moved, standing) for moved in messages):
+        if not all(self._has_sent(moved, rank) for moved in messages):
             return []
-        return [self._awaited(moved, standing) for moved in messages]
+        return [self._awaited(moved, rank) for moved in messages]
 
     def _grid(self) -> str | None:
         inside = [(rank, s) for rank, s in enumerate(self.standings) if s is not None and s.activity.runs_program]
         if not inside:
             return None
-        last = min((standing for _, standing in inside), key=lambda standing: standing.lap)
+        pp = next(iter(self.programs.values())).pp
+        blamed, _ = self.blamed()
+        shown = [(rank, s) for rank, s in inside if rank // pp == blamed // pp] or inside
+        at, last = min(shown, key=lambda one: one[1].lap)
+        first = at - at % pp
         program = self.programs[last.activity]
-        marks = {_drawn(program, rank, standing.position) for rank, standing in inside if standing.lap == last.lap}
-        return grid(program, mark=marks - {None}, width=_WIDTH)  # type: ignore[arg-type]
+        same = [(rank - first, s) for rank, s in shown if 0 <= rank - first < pp and s.lap == last.lap]
+        marks = {_drawn(program, row, standing.position) for row, standing in same}
+        return grid(program, mark=marks - {None}, width=_WIDTH, first_rank=first)  # type: ignore[arg-type]
 
 
 def explained(failure: RankFailure, report: HangReport) -> RankFailure:

@@ -73,6 +73,7 @@ class Job:
             schedule=settings.schedule.name,
             model=model,
             pp=settings.pp,
+            dp=settings.dp,
             microbatches=settings.microbatches,
             batch_size=settings.batch_size,
             steps=settings.steps,
@@ -88,7 +89,7 @@ def check_launch(settings: Settings) -> None:
     """Refuse ranks of an outer launcher (torchrun) that don't fit the settings.
 
     Raises:
-        ValueError: their number isn't `pp`, or the ranks should be in one process.
+        ValueError: their number isn't `pp` times `dp`, or the ranks should be in one process.
     """
     if not rendezvous.is_launched():
         return
@@ -100,8 +101,13 @@ def check_launch(settings: Settings) -> None:
         )
     if settings.launch == "in_process":
         raise ValueError(f"launch=in_process under a launcher that started {started} processes: use plain python")
-    if started != settings.pp:
+    if started != settings.ranks and settings.dp == 1:
         raise ValueError(f"the launcher started {started} processes and pp={settings.pp}: use pp={started}")
+    if started != settings.ranks:
+        raise ValueError(
+            f"the launcher started {started} processes and pp={settings.pp} in dp={settings.dp} replicas makes "
+            f"{settings.ranks}: let it start {settings.ranks}"
+        )
 
 
 def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
@@ -123,10 +129,10 @@ def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
             judged = partial(as_one_failure, board, job.plan.programs, settings.timeout)
             _record(recorder, board, lambda report: judged(partial(rank, report)))
         elif settings.launch == "in_process":
-            board = Board.in_memory(settings.pp)
+            board = Board.in_memory(settings.ranks)
             _record(recorder, board, partial(_train_in_process, job, board))
         else:
-            with contextlib.closing(SharedBoard(settings.pp)) as shared:
+            with contextlib.closing(SharedBoard(settings.ranks)) as shared:
                 _record(recorder, shared, partial(_train_in_processes, job, shared, log_file))
 
 
@@ -163,7 +169,7 @@ def _train_in_processes(job: Job, board: SharedBoard, log_file: Path, report: Re
         launch(
             _train_on_board,
             (job, board.name),
-            job.settings.pp,
+            job.settings.ranks,
             on_message=report,
             on_start=watch.know,
             on_failure=watch.look,
@@ -175,7 +181,7 @@ def _train_in_processes(job: Job, board: SharedBoard, log_file: Path, report: Re
 
 def _train_on_board(payload: tuple[Job, str], report: Report) -> None:
     job, name = payload
-    board = SharedBoard(job.settings.pp, name)
+    board = SharedBoard(job.settings.ranks, name)
     _train_here(job, board.marker(rendezvous.rank()), report)
 
 
@@ -192,7 +198,8 @@ def _train_here(job: Job, marker: Marker, report: Report) -> None:
             rendezvous.join(settings.timeout)
             group = DistributedGroup(
                 number,
-                settings.pp,
+                settings.ranks,
+                dp=settings.dp,
                 tied=list(job.plan.tied_ranks().values()),
                 backend=backend,
                 timeout=settings.timeout,
@@ -210,8 +217,9 @@ def _train_here(job: Job, marker: Marker, report: Report) -> None:
 
 def _train_in_process(job: Job, board: Board, report: Report) -> None:
     """All ranks, taking turns."""
-    markers = {rank: board.marker(rank) for rank in range(job.settings.pp)}
-    _train_ranks(job, markers, job.devices.of(0), InProcessTransport(), LocalGroup(job.settings.pp), report)
+    group = LocalGroup(job.settings.pp, job.settings.dp)
+    markers = {rank: board.marker(rank) for rank in group.local}
+    _train_ranks(job, markers, job.devices.of(0), InProcessTransport(), group, report)
 
 
 def _train_ranks(
@@ -227,10 +235,10 @@ def _build_and_train(
 ) -> None:
     settings, model = job.settings, job.build_model()
     placement = place(settings, device)
-    stages = ", ".join(map(str, sorted(stage for number in markers for stage in job.plan.schedule.stages_of(number))))
+    stages = ", ".join(map(str, sorted({stage for number in markers for stage in job.plan.stages_of(number)})))
     _log.info("this process holds %s %s, on %s", "stages" if "," in stages else "stage", stages, device)
     ranks = [
-        Rank(number, job.plan, model, placement, transport, settings.optimizer, marker)
+        Rank(number, job.plan, model, placement, transport, settings.optimizer, marker, add=partial(group.add, number))
         for number, marker in markers.items()
     ]
     ends = any(rank.holds_first or rank.holds_last for rank in ranks)

@@ -16,7 +16,7 @@ from pipeline.training.plan import Plan
 from pipeline.training.prediction import Profile, predict, profiled_steps, spread
 from pipeline.training.rank import Rank
 from pipeline.training.replay import replay
-from pipeline.training.step_statistics import Rows, StepStatistics, summarize
+from pipeline.training.step_statistics import Rows, StepStatistics, of_replicas, summarize
 
 _KEPT_STEPS, _GATHERED_STEPS = 512, 64
 """Steps whose times are kept, and of how many of them the end tells: a long run shouldn't grow with its length."""
@@ -54,7 +54,7 @@ class Measurement:
         self._shared_memory = shared_memory
         self._first_step = first_step
         self._clock = SharedClock(group)
-        self._actions = plan.program.compute_only().rows
+        self._actions = plan.program.compute_only().rows * plan.dp
         self._recorded = 0
         self._seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._times: deque[tuple[Times[float], ...]] = deque(maxlen=_KEPT_STEPS)
@@ -71,7 +71,7 @@ class Measurement:
 
     def record(self, seconds: float, rows: Sequence[Sequence[Event]]) -> None:
         """Keep a step's duration and the events of each local rank; ranks that took turns are replayed side by side."""
-        events = replay(self._plan.program, rows) if self._replayed else rows
+        events = self._side_by_side(rows) if self._replayed else rows
         self._recorded += 1
         self._seconds.append(seconds)
         self._times.append(tuple(array("d", [t for event in row for t in (event.start, event.end)]) for row in events))
@@ -90,9 +90,9 @@ class Measurement:
         steps = self._gather_steps([self._times[index] for index in at])
         if 0 not in self._group.local:
             return None
-        profile = Profile.of(steps, self._plan.program, self._plan.microbatch_sizes)
         numbered = [self._first_step + step for step in profiled]
-        return predict(profile, numbered, [self._seconds[index] for index in at], steps, turns=self._replayed)
+        seconds = [self._seconds[index] for index in at]
+        return predict(self._profiles(steps), numbered, seconds, steps, turns=self._replayed)
 
     def finish(self, train_loss: float, validation_loss: float | None, seconds: float, skipped_steps: int) -> Finished:
         """The whole run, as all ranks measured it. Every process must call it."""
@@ -113,6 +113,19 @@ class Measurement:
             idle=common.idle,
             skipped_steps=skipped_steps,
         )
+
+    def _side_by_side(self, rows: Sequence[Sequence[Event]]) -> Sequence[Sequence[Event]]:
+        program = self._plan.program
+        return [row for own in of_replicas(rows, program) for row in replay(program, own)]
+
+    def _profiles(self, steps: Sequence[Rows]) -> list[Profile]:
+        """Of each replica."""
+        plan = self._plan
+        replicas = zip(*(of_replicas(step, plan.program) for step in steps), strict=True)
+        return [
+            Profile.of(own, plan.program, plan.microbatch_sizes[plan.microbatches_of(replica * plan.schedule.pp)])
+            for replica, own in enumerate(replicas)
+        ]
 
     @property
     def _replayed(self) -> bool:
@@ -136,7 +149,7 @@ class Measurement:
         predicted = self._plan.peak_activation_bytes
         return RankReport(
             rank=rank.rank,
-            stages=self._plan.schedule.stages_of(rank.rank),
+            stages=self._plan.stages_of(rank.rank),
             parameters=self._plan.rank_parameters(rank.rank),
             peak_activation_bytes=self._activation_bytes[index] if measured is None else measured,
             peak_activation_bytes_predicted=None if predicted is None else predicted[rank.rank],

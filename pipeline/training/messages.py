@@ -59,9 +59,9 @@ class Prediction:
     """What the simulator makes of the costs profiled in the run. Times are in seconds.
 
     `steps` are those that were profiled, counted from 1. `step_seconds` is the time of a whole step,
-    of which `outside_seconds` are spent outside the pipeline: on loading a batch, tied gradients, the norm and the
-    optimizer. `idle` and `events` (one row a rank) are those of a typical step, `costs` the medians of what was
-    profiled, by the names of the configuration's `costs`, an entry a stage.
+    of which `outside_seconds` are spent outside the pipeline: on loading a batch, the rest of the gradients' sums, the
+    norm and the optimizer. `idle` and `events` (one row a rank) are those of a typical step, `costs` the medians of
+    what was profiled, by the names of the configuration's `costs`, an entry a stage (of several replicas, the first's).
     """
 
     steps: tuple[int, ...]

@@ -65,8 +65,11 @@ def find(ranks: Ranks, batch: Microbatches) -> str | None:
     """
     with ExitStack() as stack:
         ranks.clear_gradients()
-        watched = [stack.enter_context(_watched(rank)) for rank in ranks]
-        run([rank.trainer for rank in ranks], [batch] * len(watched))
+        watched = [
+            stack.enter_context(_watched(rank, part.first))
+            for rank, part in zip(ranks, ranks.parts(batch), strict=True)
+        ]
+        run([rank.trainer for rank in ranks], ranks.parts(batch))
     for rank, findings in zip(ranks, watched, strict=True):
         findings.extend(_in_parameters(rank))
     found = [
@@ -83,17 +86,22 @@ def describe(loss: float, norm: float, step: int, first: str | None) -> str:
 
 
 @contextmanager
-def _watched(rank: Rank) -> Iterator[list[Finding]]:
-    """While open, the layers' outputs, the losses, and the gradients of both are looked at."""
+def _watched(rank: Rank, first: int) -> Iterator[list[Finding]]:
+    """While open, the layers' outputs, the losses, and the gradients of both are looked at.
+
+    Gradients stay this replica's own, for one that is not finite makes those of all replicas so. `first` is the number
+    of its first microbatch.
+    """
     findings: list[Finding] = []
     with ExitStack() as stack:
+        stack.enter_context(rank.own_gradients())
         for stage in rank.stages.values():
-            stack.enter_context(stage.watched(partial(_look, findings, rank, stage)))
+            stack.enter_context(stage.watched(partial(_look, findings, rank, first, stage)))
         yield findings
 
 
-def _look(findings: list[Finding], rank: Rank, stage: Stage, index: int, output: object) -> None:
-    microbatch, position = _microbatch(rank, stage), rank.plan.layers_of(stage.index).start + index
+def _look(findings: list[Finding], rank: Rank, first: int, stage: Stage, index: int, output: object) -> None:
+    microbatch, position = first + _microbatch(rank, stage), rank.plan.layers_of(stage.index).start + index
     what = "the loss" if index == len(stage.layers) else f"the output of layer {stage.layers[index].name}"
     what = f"{what} ({_place(rank, stage)}, microbatch {microbatch})"
 
@@ -133,7 +141,8 @@ def _place(rank: Rank, stage: Stage) -> str:
 
 def _microbatch(rank: Rank, stage: Stage) -> int:
     """The one whose forward is at hand."""
-    action = rank.trainer.schedule.rows[rank.rank][rank.trainer.position]
+    program = rank.trainer.schedule
+    action = program.rows[rank.rank % program.pp][rank.trainer.position]
     forwards = (ActionType.F, ActionType.R)
     parts = (part for part in action.compute if part.type in forwards and part.stage == stage.index)
     return next(parts).microbatch

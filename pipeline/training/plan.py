@@ -51,23 +51,35 @@ class Plan:
     boundaries: Mapping[int, tuple[Boundary, ...]]
     """By microbatch size: what each stage receives, and last what the loss receives."""
     microbatch_sizes: tuple[int, ...]
+    """Of a whole batch, those of the first replica first."""
     recomputed: Recomputed
     """The part of a stage that an R computes again."""
     predicted: Simulation
     """The program under nominal costs: F=1 and B=2 a stage (divided by the stages a rank holds), R the recomputed part
     of F, no transfer."""
     peak_activation_bytes: tuple[int, ...] | None = None
-    """Of each rank, as predicted (`predicted_bytes.with_predicted_bytes`)."""
+    """Of each rank of all replicas, as predicted (`predicted_bytes.with_predicted_bytes`)."""
+    dp: int = 1
+    """Replicas of the pipeline, each with the schedule's ranks."""
 
     @property
     def programs(self) -> dict[Activity, Schedule]:
         """What the executors run, by what a rank does meanwhile."""
         return {Activity.TRAINING: self.program, Activity.EVALUATING: self.evaluation}
 
+    def microbatches_of(self, rank: int) -> slice:
+        """Which of the whole batch's microbatches go through the replica of a rank."""
+        first = rank // self.schedule.pp * self.schedule.microbatches
+        return slice(first, first + self.schedule.microbatches)
+
     @property
     def parameters(self) -> int:
         """Of the whole model, a tied one once."""
         return sum(size for layer in self.layers for name, size in layer.parameters.items() if name not in self.tied)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank of whichever replica holds."""
+        return self.schedule.stages_of(rank % self.schedule.pp)
 
     def layers_of(self, stage: int) -> range:
         """The indices of a stage's layers."""
@@ -80,23 +92,28 @@ class Plan:
 
     def rank_parameters(self, rank: int) -> int:
         """The parameters a rank holds: tied ones on one rank are one."""
-        held = [name for stage in self.schedule.stages_of(rank) for name in self._names(stage)]
+        held = [name for stage in self.stages_of(rank) for name in self._names(stage)]
         sizes = {name: size for layer in self.layers for name, size in layer.parameters.items()}
         return sum({self.tied.get(name, name): sizes[name] for name in held}.values())
 
     def rank_of(self, parameter: str) -> int:
-        """The rank that holds a parameter."""
+        """The first replica's rank that holds a parameter."""
         for stage, rank in enumerate(self.schedule.stage_to_rank):
             if parameter in self._names(stage):
                 return rank
         raise KeyError(parameter)
 
     def tied_ranks(self) -> dict[str, tuple[int, ...]]:
-        """For each tied owner held by more than one rank: those ranks, ascending."""
+        """For each tied owner held by more than one rank of a replica: those ranks in all replicas, ascending."""
         holders: dict[str, set[int]] = {}
         for alias, owner in self.tied.items():
             holders.setdefault(owner, {self.rank_of(owner)}).add(self.rank_of(alias))
-        return {owner: tuple(sorted(ranks)) for owner, ranks in holders.items() if len(ranks) > 1}
+        first = range(0, self.dp * self.schedule.pp, self.schedule.pp)
+        return {
+            owner: tuple(start + rank for start in first for rank in sorted(ranks))
+            for owner, ranks in holders.items()
+            if len(ranks) > 1
+        }
 
     def check_targets(self, classes: int) -> None:
         """Refuse a model whose last layer tells fewer classes (tokens) apart than the data's targets name.
@@ -173,6 +190,7 @@ def draft_plan(
         boundaries={},
         microbatch_sizes=(),
         recomputed=part,
+        dp=settings.dp,
         predicted=simulate(program, nominal_costs(schedule.stages // schedule.pp, tuple(map(part.share, counts)))),
     )
 
@@ -188,7 +206,7 @@ def for_batch(plan: Plan, settings: Settings, model: Model, inputs: SpecNest, de
     Raises:
         ValueError: a layer refuses such a batch.
     """
-    sizes = microbatch_sizes(samples(inputs), settings.microbatches)
+    sizes = microbatch_sizes(samples(inputs), settings.dp * settings.microbatches)
     return replace(
         plan,
         boundaries={

@@ -46,12 +46,16 @@ def _predictions(plan: Plan) -> str:
     recomputing = any(action.type is ActionType.R for row in plan.program.rows for action in row)
     costs = f"F=1, B=2, R={_recomputed(plan)}" if recomputing else "F=1, B=2"
     return (
-        f"{plan.schedule.microbatches} microbatches of {samples}\n"
+        f"{_replicas(plan)}{plan.schedule.microbatches} microbatches of {samples}\n"
         f"predicted with {costs} a rank and no transfer: makespan {predicted.makespan:g}\n"
         f"predicted bubbles: makespan {100 * predicted.makespan_bubble:.1f} %, "
         f"span {100 * predicted.span_bubble:.1f} %\n"
         f"in flight at most, by rank: {', '.join(map(str, predicted.peak_in_flight))} {unit}{_bytes(plan)}"
     )
+
+
+def _replicas(plan: Plan) -> str:
+    return "" if plan.dp == 1 else f"{plan.dp} replicas of these ranks, numbered on, each with\n"
 
 
 def _recomputed(plan: Plan) -> str:
@@ -64,4 +68,6 @@ def _recomputed(plan: Plan) -> str:
 def _bytes(plan: Plan) -> str:
     if plan.peak_activation_bytes is None:
         return ""
-    return f"\nactivations at most, by rank: {', '.join(map(bytes_text, plan.peak_activation_bytes))}"
+    return (
+        f"\nactivations at most, by rank: {', '.join(map(bytes_text, plan.peak_activation_bytes[: plan.schedule.pp]))}"
+    )

@@ -38,7 +38,9 @@ def with_predicted_bytes(
     footprints = footprints_of(model, plan.counts, place(settings, device), *batch, plan.recomputed)
     if footprints is None:
         return plan
-    peaks = peak_activation_bytes(plan.program, footprints)
+    firsts = range(0, plan.dp * plan.schedule.pp, plan.schedule.pp)
+    replicas = [footprints[plan.microbatches_of(first)] for first in firsts]
+    peaks = [peak for own in replicas for peak in peak_activation_bytes(plan.program, own)]
     return replace(plan, peak_activation_bytes=tuple(map(int, peaks)))
 
 
@@ -60,7 +62,7 @@ def predict_footprint(
         inputs, targets: one whole batch; its numbers don't matter.
         counts: how many consecutive layers each stage holds.
     """
-    size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
+    size = microbatch_sizes(settings.batch_size, settings.dp * settings.microbatches)[0]
     part = recomputed_part(settings.activation_checkpoint)
     one, its_targets = first((inputs, targets), size)
     found = footprints_of(model, counts, place(settings, device), [one], [its_targets], part)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -148,22 +148,29 @@ class _Drawn:
 
 
 def predict(
-    profile: Profile, profiled: Sequence[int], seconds: Sequence[float], steps: Sequence[Rows], *, turns: bool
+    profiles: Sequence[Profile],
+    profiled: Sequence[int],
+    seconds: Sequence[float],
+    steps: Sequence[Rows],
+    *,
+    turns: bool,
 ) -> Prediction:
     """Predict a step.
 
     Args:
-        profile: of `steps`.
+        profiles: of `steps`, one of each replica.
         profiled: which those are, counted from 0.
         seconds: what each of them took in all.
-        steps: their events.
+        steps: their events, of all replicas.
         turns: the ranks share a process and take turns, so that a step takes the sum of their work.
     """
     length = busy if turns else makespan
     outside = statistics.median(whole - length(step) for whole, step in zip(seconds, steps, strict=True))
     actions = sum(map(len, steps[0]))
-    simulated = profile.simulate(max(1, min(_SIMULATED_STEPS, _SIMULATED_ACTIONS // actions)))
-    common = summarize(simulated, profile.program)
+    count = max(1, min(_SIMULATED_STEPS, _SIMULATED_ACTIONS // actions))
+    replicas = zip(*(profile.simulate(count) for profile in profiles), strict=True)
+    simulated = [_numbered(row for rows in step for row in rows) for step in replicas]
+    common = summarize(simulated, profiles[0].program)
     return Prediction(
         steps=tuple(step + 1 for step in profiled),
         step_seconds=statistics.median(map(length, simulated)) + outside,
@@ -172,7 +179,13 @@ def predict(
         bubble_span=common.bubble_span,
         idle=common.idle,
         events=common.events,
-        costs=profile.costs(),
+        costs=profiles[0].costs(),
+    )
+
+
+def _numbered(rows: Iterable[Sequence[Event]]) -> Rows:
+    return tuple(
+        tuple(Event(rank, event.action, event.start, event.end) for event in row) for rank, row in enumerate(rows)
     )
 
 

@@ -55,9 +55,9 @@ def measure_profile(
     Args:
         inputs, targets: one whole batch.
     """
-    size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
+    size = microbatch_sizes(settings.batch_size, settings.dp * settings.microbatches)[0]
     placement, part = place(settings, device), recomputed_part(settings.activation_checkpoint)
-    with _threads_of_a_rank(settings.pp):
+    with _threads_of_a_rank(settings.ranks):
         timed = profile_layers(model, placement, *first((inputs, targets), size), keeps_costly=part.keeps_costly)
     layers = [
         replace(
@@ -84,7 +84,7 @@ def predict_layer_bytes(
     Args:
         inputs, targets: one whole batch; its numbers don't matter.
     """
-    size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
+    size = microbatch_sizes(settings.batch_size, settings.dp * settings.microbatches)[0]
     part = Recomputed(keeps_costly=recomputed_part(settings.activation_checkpoint).keeps_costly)
     tied = _tied_layers(model)
     layers = [
@@ -159,7 +159,7 @@ def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomput
 
 
 def _conditions(settings: Settings, model: Model, inputs: Nest, device: torch.device) -> Conditions:
-    size = microbatch_sizes(settings.batch_size, settings.microbatches)[0]
+    size = microbatch_sizes(settings.batch_size, settings.dp * settings.microbatches)[0]
     precision = settings.precision
     return Conditions(
         model=model.name,
@@ -169,7 +169,7 @@ def _conditions(settings: Settings, model: Model, inputs: Nest, device: torch.de
         keeps_costly=settings.activation_checkpoint.keeps_costly,
         compiled=settings.compile,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
-        threads=threads_per_rank(settings.pp),
+        threads=threads_per_rank(settings.ranks),
         torch=torch.__version__,
     )
 

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from pipeline.report.idle_text import SHORT, idle_table
 from pipeline.schedule.idle import Idle
 from pipeline.training.messages import StepMetrics, ValidationMetrics
-from pipeline.training.recorder import RunFacts
+from pipeline.training.recorder import RunFacts, layout
 
 PLAIN_SECONDS = 5.0  # between two plain lines, at least
 _WIDE = 115  # columns that the live line takes with its bar and tokens/s; in fewer it goes without them
@@ -102,7 +102,8 @@ class ProgressLine:
             TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=self._console,
         )
-        ranks = "1 rank" if facts.pp == 1 else f"{facts.pp} ranks"
+        count = facts.pp * facts.dp
+        ranks = "1 rank" if count == 1 else f"{count} ranks"
         self._task = self._live.add_task("", total=facts.steps, text=f"starting {ranks}")
         self._live.start()
         # A handler made earlier would write through the live line.
@@ -167,7 +168,10 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     makespan, span = (f"{_percent(summary[name])} {source}" for name in ("bubble_measured", "bubble_span_measured"))
     profiled = summary["profiled"] or {}
     return [
-        ("schedule", f"{summary['schedule']}, pp={summary['pp']}, {summary['microbatches']} microbatches"),
+        (
+            "schedule",
+            f"{summary['schedule']}, {layout(summary['pp'], summary['dp'])}, {summary['microbatches']} microbatches",
+        ),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
         ("steps", f"{summary['steps_done']} of {summary['batch_size']} samples"),
         ("training loss", _number(summary["train_loss"])),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.engine.activations import ActivationMeter
-from pipeline.engine.executor import Executor, Microbatches
+from pipeline.engine.executor import Executor, Microbatches, nothing_to_reduce
 from pipeline.engine.materialize import MakeLayer, materialize
 from pipeline.engine.model import Model
+from pipeline.engine.reduction import Add
 from pipeline.engine.rehearsal import Silence, rehearse
 from pipeline.engine.stage import Placement, Stage
 from pipeline.engine.standing import Board, Marker
@@ -18,6 +20,7 @@ from pipeline.engine.transport import Transport
 from pipeline.training.masters import Masters
 from pipeline.training.optimizer import build_optimizer, set_learning_rate
 from pipeline.training.plan import Plan
+from pipeline.training.replicated import Replicated
 from pipeline.training.settings import OptimizerSettings
 
 
@@ -25,6 +28,10 @@ class Rank:
     """What one rank holds. Built with memory for its own layers alone. Its marker says where it stands.
 
     Without settings of an optimizer it has none: somebody else moves the parameters.
+
+    Args:
+        rank: of all replicas' ranks.
+        add: sums over the replicas, if there are several (`Group.add` of this rank).
     """
 
     def __init__(
@@ -37,22 +44,23 @@ class Rank:
         optimizer: OptimizerSettings | None,
         marker: Marker | None = None,
         make_layer: MakeLayer = materialize,
+        add: Add | None = None,
     ) -> None:
         self.rank = rank
         self.plan = plan
         self.placement = placement
-        self.stages = {
-            stage: _stage(stage, plan, model, placement, make_layer) for stage in plan.schedule.stages_of(rank)
-        }
+        self.stages = {stage: _stage(stage, plan, model, placement, make_layer) for stage in plan.stages_of(rank)}
         _tie(self.stages, plan.tied)
         self.marker = marker or Board.in_memory(1).marker(0)
-        self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport, self.marker)
-        self.evaluator = Executor(rank, plan.evaluation, self.stages, plan.boundaries, transport, self.marker)
-        self.evaluator.clock = None  # what a validation's actions take is nobody's question
         self.parameters = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
         self._kept: list[Tensor] = []
         self.masters = Masters(self._unique, placement.masters)
+        self.replicated = None if add is None or plan.dp == 1 else Replicated(rank, plan, self.stages, add)
+        reduce = None if self.replicated is None else self.replicated.reducer.start
+        self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport, self.marker, reduce)
+        self.evaluator = Executor(rank, plan.evaluation, self.stages, plan.boundaries, transport, self.marker)
+        self.evaluator.clock = None  # what a validation's actions take is nobody's question
         moved = [self.masters.of(parameter) for parameter in self._unique]
         self.optimizer = None if optimizer is None else build_optimizer(optimizer, moved)
 
@@ -79,9 +87,23 @@ class Rank:
             rehearse(Executor(self.rank, program, self.stages, self.plan.boundaries, silence), batch)
 
     def counted_parameters(self, tied_ranks: Mapping[str, tuple[int, ...]]) -> list[nn.Parameter]:
-        """The parameters that this rank counts in the model's norm: a tied one is counted where its owner is."""
+        """The parameters that this rank counts in the model's norm: a tied one is counted where its owner is.
+
+        Those of all replicas have the same gradients, which the first counts.
+        """
+        if self.rank >= self.plan.schedule.pp:
+            return []
         elsewhere = {alias for alias, owner in self.plan.tied.items() if owner in tied_ranks}
         return list(dict.fromkeys(p for name, p in self.parameters.items() if name not in elsewhere))
+
+    @contextmanager
+    def own_gradients(self) -> Iterator[None]:
+        """While open, gradients aren't summed over the replicas."""
+        reduce, self.trainer.reduce = self.trainer.reduce, nothing_to_reduce
+        try:
+            yield
+        finally:
+            self.trainer.reduce = reduce
 
     def step(self, learning_rate: float) -> None:
         """Let the optimizer move the parameters."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from torch import Tensor, nn
 
@@ -32,6 +34,7 @@ class Ranks:
         self.group = group
         self._loss = loss
         self._tied = _held_apart(plan, self.ranks)
+        self._replicated = [rank.replicated for rank in self.ranks if rank.replicated is not None]
 
     def __iter__(self) -> Iterator[Rank]:
         return iter(self.ranks)
@@ -71,14 +74,22 @@ class Ranks:
             loss_scale=loss_scale,
         )
 
+    def parts(self, batch: Microbatches) -> list[Microbatches]:
+        """For each rank what goes through its replica."""
+        return [batch.part(self.plan.microbatches_of(rank.rank)) for rank in self.ranks]
+
     def train(self, batch: Microbatches) -> list[StepResult]:
         """Forward and backward: add the gradients of the whole batch's mean loss to `.grad`, tied ones summed.
+
+        Afterwards all replicas have the same gradients and the same buffers.
 
         Raises:
             ActionError: an action of the program failed.
         """
-        before = self._set_tied_aside()
-        results = run([rank.trainer for rank in self.ranks], [batch] * len(self.ranks))
+        before = self._set_sums_aside()
+        for rank in self._replicated:
+            rank.begin_step()
+        results = run([rank.trainer for rank in self.ranks], self.parts(batch), self._settle)
         self.enter(Activity.SUMMING_TIED)
         local = {rank.rank: rank.parameters for rank in self.ranks}
         gradients.sum_tied_gradients(local, self.plan.tied, self._tied, self.group)
@@ -92,10 +103,10 @@ class Ranks:
         Raises:
             ActionError: an action of the program failed.
         """
-        return run([rank.evaluator for rank in self.ranks], [batch] * len(self.ranks))
+        return run([rank.evaluator for rank in self.ranks], self.parts(batch))
 
     def mean_loss(self, results: Sequence[StepResult]) -> float:
-        """The whole batch's loss, which one rank has, in every process."""
+        """The whole batch's loss, of which one rank of each replica has a share, in every process."""
         shares = [0.0 if result.loss is None else float(result.loss) for result in results]
         return sum(self.group.gather_floats(shares))
 
@@ -143,12 +154,23 @@ class Ranks:
         for rank in self.ranks:
             rank.marker.enter(activity, step)
 
-    def _set_tied_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Take away what earlier steps left in parameters whose copies are summed: that is a sum already."""
+    def _settle(self) -> None:
+        """Wait for the gradients' sums over the replicas, and make buffers equal on all."""
+        if not self._replicated:
+            return
+        self.enter(Activity.REDUCING)
+        for rank in self._replicated:
+            rank.reducer.finish()
+        # in step, for each waits at a `yield` for what the others give
+        deque(zip_longest(*(rank.buffers.settle() for rank in self._replicated)), maxlen=0)
+
+    def _set_sums_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Take away what earlier steps left in parameters that are summed over ranks: that is a sum already."""
         owners = self.plan.tied
         found = {
             p for rank in self.ranks for name, p in rank.parameters.items() if owners.get(name, name) in self._tied
         }
+        found.update(p for rank in self._replicated for p in rank.reducer.parameters)
         before = [(parameter, parameter.grad) for parameter in found if parameter.grad is not None]
         for parameter, _ in before:
             parameter.grad = None

@@ -46,6 +46,7 @@ class RunFacts:
     units: Literal["tokens", "samples"] = "samples"
     predicted: tuple[tuple[Event, ...], ...] = ()
     config: Mapping[str, object] = field(default_factory=dict)
+    dp: int = 1
 
 
 class Sink(Protocol):
@@ -154,6 +155,7 @@ class Recorder:
             "schedule": facts.schedule,
             "model": facts.model,
             "pp": facts.pp,
+            "dp": facts.dp,
             "microbatches": facts.microbatches,
             "batch_size": facts.batch_size,
             "steps": facts.steps,
@@ -236,7 +238,7 @@ class Recorder:
         # machine it builds a font cache, which is no news to the user.
         logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
         facts = self.facts
-        title = f"{facts.schedule}, {facts.model}, pp={facts.pp}, {facts.microbatches} microbatches"
+        title = f"{facts.schedule}, {facts.model}, {layout(facts.pp, facts.dp)}, {facts.microbatches} microbatches"
         figure = self.directory / "timeline.png"
         try:
             self._draw(figure, measured, title)
@@ -269,6 +271,11 @@ class Recorder:
                 if index not in self._warned:
                     log.warning("%s failed, training goes on: %s", type(sink).__name__, error)
                 self._warned.add(index)
+
+
+def layout(pp: int, dp: int) -> str:
+    """How many ranks there are, in the words of the configuration."""
+    return f"pp={pp}" if dp == 1 else f"pp={pp}, dp={dp}"
 
 
 def _median(values: Sequence[float]) -> float | None:

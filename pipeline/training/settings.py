@@ -181,7 +181,8 @@ class Settings:
     transport: str = described("auto", "auto (shared memory on one host's CPUs, NCCL between GPUs, else gloo) or gloo")
     seed: int = described(0, "decides starting weights, data order and dropout, whatever the pipeline")
     pp: int = described(2, "pipeline ranks")
-    microbatches: int = described(8, "pieces that a batch is cut into")
+    dp: int = described(1, "replicas of the pipeline, each of pp ranks, that share every batch")
+    microbatches: int = described(8, "pieces that a batch, or a replica's part of it, is cut into")
     batch_size: int = described(32, "samples a step")
     steps: int = described(300, "training steps")
     batch_norm: str = described("microbatch", "BatchNorm's averages move each microbatch, or once a step: deferred")
@@ -215,6 +216,11 @@ class Settings:
         """Whether costs come from a profile of the model's layers, and not from what `costs` states."""
         return self.costs.source == "profile" or self.profile is not None
 
+    @property
+    def ranks(self) -> int:
+        """Of all replicas together: rank r is pipeline rank r % pp of replica r // pp."""
+        return self.dp * self.pp
+
     def check(self) -> None:
         """Refuse numbers and words out of range.
 
@@ -230,11 +236,8 @@ class Settings:
                 if self.export is None
                 else f"export={self.export} is for task=export, not {self.task}: use task=export resume=run_directory"
             )
-        if self.microbatches > self.batch_size and not (self.task == "plan" and not self.profiled):
-            raise ValueError(
-                f"microbatches={self.microbatches} is more than batch_size={self.batch_size}: every microbatch needs "
-                f"a sample, so use microbatches={self.batch_size} or fewer, or a larger batch"
-            )
+        if self.task != "plan" or self.profiled:
+            self._check_batch()
         if self.deterministic and self.costs.source == "profile" and self.profile is None:
             raise ValueError(
                 "deterministic=true with costs.source=profile: costs measured anew may choose another schedule or cut. "
@@ -256,6 +259,16 @@ class Settings:
                 "compile=true fuses the operations whose outputs activation_checkpoint.keep=costly keeps: use "
                 "activation_checkpoint.every=2, or compile=false"
             )
+
+    def _check_batch(self) -> None:
+        if self.microbatches * self.dp <= self.batch_size:
+            return
+        fewer = f"microbatches={self.batch_size // self.dp} or fewer" if self.dp <= self.batch_size else "a smaller dp"
+        replicas = f" in each of dp={self.dp} replicas" if self.dp > 1 else ""
+        raise ValueError(
+            f"microbatches={self.microbatches}{replicas} is more than batch_size={self.batch_size}: every microbatch "
+            f"needs a sample, so use {fewer}, or a larger batch"
+        )
 
     def _check_word(self, path: str, words: tuple[str | None, ...]) -> None:
         value: Any = self
@@ -286,6 +299,7 @@ _LONGEST_TIMEOUT = 1e9
 _LOWEST = {
     "seed": 0,
     "pp": 1,
+    "dp": 1,
     "microbatches": 1,
     "batch_size": 1,
     "steps": 1,

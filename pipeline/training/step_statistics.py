@@ -11,7 +11,7 @@ from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Event, bubbles
 
 Rows = tuple[tuple[Event, ...], ...]
-"""The compute actions of a step in seconds, one row a rank."""
+"""The compute actions of a step in seconds, one row a rank, those of all replicas of a pipeline one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class StepStatistics:
 def summarize(steps: Sequence[Rows], program: Schedule) -> StepStatistics:
     """What `steps` (one or more, each with the rows of all ranks) of a program have in common."""
     ordered = sorted(steps, key=makespan)
-    both = [bubbles(step, program.pp) for step in steps]
+    both = [bubbles(step, len(step)) for step in steps]
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
-    splits = [split_idle(step, program) for step in middle]
+    splits = [_split_idle(step, program) for step in middle]
     return StepStatistics(
         bubble=statistics.median(makespan_bubble for makespan_bubble, _ in both),
         bubble_span=statistics.median(span_bubble for _, span_bubble in both),
@@ -43,9 +43,21 @@ def summarize(steps: Sequence[Rows], program: Schedule) -> StepStatistics:
     )
 
 
+def of_replicas(step: Sequence[Sequence[Event]], program: Schedule) -> list[Rows]:
+    """A step's rows, replica by replica."""
+    rows = tuple(map(tuple, step))
+    return [rows[first : first + program.pp] for first in range(0, len(step), program.pp)]
+
+
+def _split_idle(step: Rows, program: Schedule) -> list[Idle]:
+    """Of all ranks, within the makespan of all replicas."""
+    span = _begin(step), _end(step)
+    return [idle for rows in of_replicas(step, program) for idle in split_idle(rows, program, span)]
+
+
 def makespan(step: Sequence[Sequence[Event]]) -> float:
     """Seconds from the first start to the last end anywhere."""
-    return max(row[-1].end for row in step) - min(row[0].start for row in step)
+    return _end(step) - _begin(step)
 
 
 def busy(step: Sequence[Sequence[Event]]) -> float:
@@ -58,8 +70,16 @@ def _mean(idles: Sequence[Idle]) -> Idle:
 
 
 def _from_zero(step: Rows) -> Rows:
-    origin = min(row[0].start for row in step)
+    origin = _begin(step)
     return tuple(
         tuple(Event(event.rank, event.action, event.start - origin, event.end - origin) for event in row)
         for row in step
     )
+
+
+def _begin(step: Sequence[Sequence[Event]]) -> float:
+    return min(row[0].start for row in step)
+
+
+def _end(step: Sequence[Sequence[Event]]) -> float:
+    return max(row[-1].end for row in step)

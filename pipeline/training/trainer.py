@@ -163,8 +163,8 @@ class Trainer:
     def _compile(self) -> None:
         """Compile before anybody waits for a message."""
         began, batch = time.perf_counter(), self._batch(0)
-        for rank in self.ranks:
-            rank.rehearse(batch, evaluates=self.settings.validate_every > 0)
+        for rank, part in zip(self.ranks, self.ranks.parts(batch), strict=True):
+            rank.rehearse(part, evaluates=self.settings.validate_every > 0)
         _log.info("compiled in %.1f s", time.perf_counter() - began)
         self._group.meet()
 

@@ -44,7 +44,7 @@ def open_transport(
         choice: "gloo" does without shared memory.
     """
     (rank,) = group.local
-    used = channels([plan.program, plan.evaluation])
+    used = channels([plan.program, plan.evaluation], plan.dp)
     size, count = buffers(plan, rank)
     if device.type == "cpu" and choice == "auto":
         links = _links(used, rank, group)
@@ -60,12 +60,13 @@ def buffers(plan: Plan, rank: int) -> tuple[int, int]:
     received = {
         message(action).boundary + 1
         for program in (plan.program, plan.evaluation)
-        for action in program.rows[rank]
+        for action in program.rows[rank % program.pp]
         if action.type in (ActionType.RECV_F, ActionType.RECV_B)
     }
     messages = [found[stage].message("activation") for found in plan.boundaries.values() for stage in received]
     largest = max((spec.nbytes for tensors in messages for spec in tensors), default=0)
-    messages_at_once = max(peak_buffers(program, rank) for program in (plan.program, plan.evaluation))
+    place = rank % plan.schedule.pp
+    messages_at_once = max(peak_buffers(program, place) for program in (plan.program, plan.evaluation))
     return largest, messages_at_once * max(map(len, messages), default=1)
 
 

@@ -151,7 +151,7 @@ class WandbLogger:
             dir=str(self._directory),
             mode=mode,
             group=self._group,
-            name=self._name or f"{facts.schedule}-{facts.model}-pp{facts.pp}",
+            name=self._name or _name(facts),
             job_type=facts.schedule,
             tags=list(dict.fromkeys((facts.schedule, facts.model, *self._tags))),
             config={**facts.config, "parameters": facts.parameters, "bubble_predicted": facts.bubble_predicted},
@@ -257,3 +257,8 @@ def _reason(error: Exception) -> str:
         first, _, rest = reason.partition(": ")
         reason = f"{first} ... {rest.rpartition(': ')[2]}".rstrip(" .")
     return reason if len(reason) <= _REASON_LENGTH else reason[: _REASON_LENGTH - 4] + " ..."
+
+
+def _name(facts: RunFacts) -> str:
+    replicas = f"-dp{facts.dp}" if facts.dp > 1 else ""
+    return f"{facts.schedule}-{facts.model}-pp{facts.pp}{replicas}"

@@ -12,7 +12,7 @@ from conf import command_line, schema
 from tests.conf.compose import CONF, choices, compose, configured, groups, options
 
 TOP_LEVEL = [
-    *("task", "launch", "device", "share_gpu", "transport", "seed", "pp", "microbatches", "batch_size", "steps"),
+    *("task", "launch", "device", "share_gpu", "transport", "seed", "pp", "dp", "microbatches", "batch_size", "steps"),
     *("prefetch", "compile", "timeout", "gradient_clip", "on_nonfinite", "log_every", "validate_every", "costs"),
     *("batch_norm", "deterministic", "save_every", "keep_checkpoints", "resume", "profile", "export"),
 ]

@@ -174,3 +174,18 @@ def test_gradients_are_summed_in_the_dtype_that_they_are_added_up_in():
         parameter.grad = torch.full((2,), value)
     replicas.reduce()
     assert replicas.gradients(0, 0) == replicas.gradients(1, 0) == [[1 + 1 / 1024]]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch adds up in the parameter's type")
+def test_gradients_are_summed_in_the_type_that_they_are_added_up_in():
+    def stages():
+        (rounded,) = parameters(2, dtype=torch.bfloat16)
+        rounded.grad_dtype = torch.float32
+        return {0: [rounded], 1: []}
+
+    replicas = Replicas(stages)
+    for replica, value in enumerate((1.0, 2.0**-20)):
+        replicas.stages[replica][0][0].grad = torch.full((2,), value)
+    replicas.reduce()
+    assert replicas.gradients(1, 0) == [[1 + 2.0**-20]]
+    assert replicas.stages[1][0][0].grad.dtype is torch.float32

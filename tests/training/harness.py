@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,16 +122,21 @@ def prepare(
     plan = make_plan(settings, model, TensorSpec.of(data.train.inputs(0)), CPU)
     context = autocast(settings.precision, "cpu")
     where = placement(parameter_dtype(settings.precision), settings.seed, context, compiler)
-    where = replace(where, masters=master_dtype(settings.precision))
+    deferred = settings.batch_norm == "deferred"
+    where = replace(where, masters=master_dtype(settings.precision), defers_batch_norm=deferred)
     transport, messages = InProcessTransport(), []
-    ranks = [Rank(rank, plan, model, where, transport, settings.optimizer) for rank in range(settings.pp)]
+    group = LocalGroup(settings.pp, settings.dp)
+    ranks = [
+        Rank(rank, plan, model, where, transport, settings.optimizer, add=partial(group.add, rank))
+        for rank in group.local
+    ]
     trainer = Trainer(
         settings,
         plan,
         ranks,
         model.loss,
         data,
-        LocalGroup(settings.pp),
+        group,
         validation_batches=validation_batches,
         shared_memory=True,
         report=messages.append,

@@ -186,3 +186,53 @@ def test_an_abort_is_told_with_the_messages_that_were_on_the_way():
 def test_a_death_with_nothing_on_the_way_is_told_as_it_is(reason, sender, receiver):
     failure = explained(RankFailure(1, reason, cause=Cause.DIED), report(sender, receiver))
     assert failure.reason == reason
+
+
+# Several replicas
+
+
+def in_replica(number, *standings):
+    """These two ranks in a replica, two ranks that are at the end of their gradients in the other."""
+    done = [doing(Activity.REDUCING, waiting=True)] * 2
+    return report(*standings, *done) if number == 0 else report(*done, *standings)
+
+
+def test_a_rank_of_the_second_replica_waits_for_its_own_neighbor():
+    found = in_replica(1, at(0, "0B1", waiting=True), at(1, "1B1"))
+    assert found.blamed()[0] == 3
+    waits = "summing the gradients of step 7 over the replicas for 31 s: waits for the other ranks"
+    assert found.text().splitlines() == [
+        f"rank 0  {waits}",
+        f"rank 1  {waits}",
+        "rank 2  at 0B1 of step 7 for 31 s: waits for the gradient of stage 1, microbatch 1, from rank 3, which has "
+        "not sent it (it is at 1B1 of step 7)",
+        "rank 3  at 1B1 of step 7 for 31 s: waits for no message",
+        "1f1b: 2 ranks, 4 microbatches (warmup | steady | cooldown)",
+        "rank 2   F0  |F1             B0------- F2   >B1<----- F3   B2-------     |B3-------",
+        "rank 3       |F0   B0------- F1   >B1<----- F2   B2------- F3   B3-------|",
+    ]
+
+
+def test_the_replica_is_drawn_whose_turn_it_is():
+    """Both are in the program; the first one's ranks are earlier in it, but only slow."""
+    first = [at(0, "0F1"), at(1, "1F0", waiting=True)]
+    second = [at(0, "0B0", waiting=True), at(1, "1B0")]
+    text = report(*first, *second, ends={3: "is stopped (SIGSTOP)"}).text()
+    assert ">F1<" not in text
+    assert [line[:6] for line in text.splitlines()[-2:]] == ["rank 2", "rank 3"]
+    assert text.splitlines()[-1].count(">") == 1
+
+
+def test_where_its_replica_runs_no_program_another_is_drawn():
+    found = in_replica(0, at(0, "0B1", waiting=True), at(1, "1B1", waiting=True))
+    found = replace(found, ends={2: "was killed by SIGKILL"})
+    assert found.blamed()[0] == 2
+    assert [line[:6] for line in found.text().splitlines()[-2:]] == ["rank 0", "rank 1"]
+
+
+def test_what_is_under_way_to_a_rank_of_the_second_replica_comes_from_its_neighbor():
+    sender = at(0, "0SEND_F1")
+    receiver = at(1, "1F1", waiting=True)
+    assert [str(moved) for moved in in_replica(1, sender, receiver).under_way(3)] == [
+        "the activation of stage 0, microbatch 1"
+    ]

@@ -131,7 +131,7 @@ def test_an_interruption_is_recorded_as_one(tmp_path, interruption, monkeypatch)
     monkeypatch.setattr("pipeline.training.job.launch", interrupt)
     record = Record()
     with pytest.raises(BaseException) as caught:  # noqa: PT011
-        train(SimpleNamespace(settings=SimpleNamespace(launch="processes", pp=2)), record, tmp_path / "train.log")
+        train(SimpleNamespace(settings=SimpleNamespace(launch="processes", ranks=2)), record, tmp_path / "train.log")
     assert isinstance(caught.value, KeyboardInterrupt | SystemExit)
     assert record.calls[1][0] == "interrupted"
 
@@ -152,6 +152,11 @@ def test_an_outer_launcher_must_start_pp_ranks(torchrun):
     check_launch(settings_to_train("1f1b", 4, 4, 4, 1))
     with pytest.raises(ValueError, match="the launcher started 4 processes and pp=2: use pp=4"):
         check_launch(settings_to_train("1f1b", 2, 2, 4, 1))
+    check_launch(settings_to_train("1f1b", 2, 2, 4, 1, dp=2))
+    with pytest.raises(
+        ValueError, match="the launcher started 4 processes and pp=2 in dp=3 replicas makes 6: let it start 6"
+    ):
+        check_launch(settings_to_train("1f1b", 2, 2, 6, 1, dp=3))
     with pytest.raises(
         ValueError, match="launch=in_process under a launcher that started 4 processes: use plain python"
     ):

@@ -39,6 +39,15 @@ def test_a_tied_parameter_counts_once_in_the_model_and_on_each_rank_that_holds_i
     assert alone.tied_ranks() == {}
 
 
+def test_tied_ranks_are_those_of_all_replicas():
+    plan = plan_of(small_gpt(), text(4)[0], dp=2)
+    assert plan.tied_ranks() == {"embedding.tokens.weight": (0, 1, 2, 3)}
+    assert [plan.microbatches_of(rank) for rank in range(4)] == [slice(0, 2)] * 2 + [slice(2, 4)] * 2
+    assert plan.microbatch_sizes == (1, 1, 1, 1)
+    assert plan.parameters == plan_of(small_gpt(), text(4)[0]).parameters
+    assert plan.rank_parameters(3) == plan.rank_parameters(1)
+
+
 def test_in_a_v_the_tied_pair_is_one_parameter_of_one_rank():
     plan = plan_with(V_SHAPE, small_gpt(), text(4)[0])
     assert plan.rank_parameters(0) + plan.rank_parameters(1) == plan.parameters
@@ -201,3 +210,11 @@ def test_the_plan_as_people_read_it():
     assert "F0" in shown
     assert "2 microbatches of 3 or 2 samples" in shown
     assert f"{100 * plan.predicted.makespan_bubble:.1f}" in shown
+    assert "replicas" not in shown
+
+
+def test_a_plan_of_replicas_says_what_each_gets():
+    plan = plan_of(small_gpt(), text(5)[0], "1f1b", 2, 2, 5, dp=2)
+    written = io.StringIO()
+    print_plan(plan, "small", Console(width=80, file=written))
+    assert "2 replicas of these ranks, numbered on, each with\n2 microbatches of 2 or 1 samples\n" in written.getvalue()

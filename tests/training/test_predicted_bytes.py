@@ -33,6 +33,14 @@ def test_a_run_takes_what_was_predicted(schedule):
     assert plan.peak_activation_bytes == measured
 
 
+def test_of_replicas_each_has_its_own():
+    """Three microbatches of one sample and one of two: the first replica's ranks hold more."""
+    settings = settings_to_train("1f1b", 2, 2, 5, 1, dp=2)
+    plan, measured = predicted_and_measured(small_gpt(), text_data(5), settings)
+    assert plan.peak_activation_bytes == measured
+    assert measured[0] > measured[2]
+
+
 class Scalar(CrossEntropy):
     """Looks at its numbers, which fake tensors don't have."""
 

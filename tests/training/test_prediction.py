@@ -65,7 +65,7 @@ def test_the_profile_of_a_run_predicts_it(schedule, checkpoint, pp):
     step = world.step(program)
     profile = Profile.of([step], program, SIZES)
     assert profile.overhead == pytest.approx([0.05] * pp)
-    prediction = predict(profile, range(2, 3), [makespan(step) + 3.0], [step], turns=False)
+    prediction = predict([profile], range(2, 3), [makespan(step) + 3.0], [step], turns=False)
     assert prediction.outside_seconds == pytest.approx(3.0)
     assert prediction.step_seconds == pytest.approx(makespan(step) + 3.0, rel=0.01)
     assert prediction.bubble == pytest.approx(bubbles(step, pp)[0], abs=0.01)
@@ -95,7 +95,7 @@ def test_jitter_costs_what_averages_do_not_show():
     steps = [world.step(program) for _ in range(60)]
     seconds = [makespan(step) for step in steps]
     profile = Profile.of(steps[:20], program, SIZES)
-    prediction = predict(profile, range(20), seconds[:20], steps[:20], turns=False)
+    prediction = predict([profile], range(20), seconds[:20], steps[:20], turns=False)
     average = World(Costs(forward=3.0, backward=6.0, transfer=0.2))
     assert makespan(average.step(program)) < 0.95 * median(seconds[20:])
     assert prediction.step_seconds == pytest.approx(median(seconds[20:]), rel=0.02)
@@ -106,7 +106,9 @@ def test_a_step_that_the_machine_held_up_does_not_count():
     program = program_of("1f1b", 4)
     usual, slow = (World(Costs(forward=cost, backward=2 * cost, transfer=0.2)).step(program) for cost in (1.0, 4.0))
     steps = [usual, slow, usual, usual, slow]
-    prediction = predict(Profile.of(steps, program, SIZES), range(5), [makespan(s) for s in steps], steps, turns=False)
+    prediction = predict(
+        [Profile.of(steps, program, SIZES)], range(5), [makespan(s) for s in steps], steps, turns=False
+    )
     assert prediction.step_seconds == pytest.approx(makespan(usual), rel=0.01)
 
 
@@ -114,16 +116,28 @@ def test_a_prediction_is_always_the_same():
     program, source = program_of("1f1b"), random.Random(5)
     steps = [World(TRUE, jitter=1.0, source=source).step(program) for _ in range(3)]
     first, second = (
-        predict(Profile.of(steps, program, SIZES), range(3), [9.0] * 3, steps, turns=False) for _ in range(2)
+        predict([Profile.of(steps, program, SIZES)], range(3), [9.0] * 3, steps, turns=False) for _ in range(2)
     )
     assert first == second
+
+
+def test_replicas_are_predicted_side_by_side():
+    """One of them takes twice as long, so the step does."""
+    program = program_of("1f1b")
+    steps = [World(cost, overhead=0.0).step(program) for cost in (Costs(1, 2), Costs(2, 4))]
+    both = tuple(row for step in steps for row in step)
+    profiles = [Profile.of([step], program, SIZES) for step in steps]
+    prediction = predict(profiles, range(1), [makespan(both) + 1.0], [both], turns=False)
+    assert prediction.step_seconds == pytest.approx(makespan(steps[1]) + 1.0)
+    assert [{event.rank for event in row} for row in prediction.events] == [{0}, {1}, {2}, {3}]
+    assert prediction.idle[0].tail > prediction.idle[2].tail
 
 
 def test_ranks_that_take_turns_take_the_sum_of_their_work():
     program = program_of("gpipe")
     step = World(TRUE, overhead=0.0).step(program)
     work = sum(event.end - event.start for row in step for event in row)
-    prediction = predict(Profile.of([step], program, SIZES), range(1), [work + 1.0], [step], turns=True)
+    prediction = predict([Profile.of([step], program, SIZES)], range(1), [work + 1.0], [step], turns=True)
     assert prediction.outside_seconds == pytest.approx(1.0)
     assert prediction.step_seconds == pytest.approx(work + 1.0)
 

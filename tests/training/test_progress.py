@@ -25,6 +25,7 @@ SUMMARY: dict[str, Any] = {
     "schedule": "1f1b",
     "model": "gpt",
     "pp": 2,
+    "dp": 1,
     "microbatches": 8,
     "batch_size": 32,
     "parameters": 1_234_567,
@@ -123,6 +124,12 @@ def test_the_summary_shows_loss_bubbles_and_ranks() -> None:
     assert re.search(r"0 │ +0, 2 │ +600 │ +3.0 MiB │ +- ", text)
     assert re.search(r"1 │ +123/10.1 │ +0.0/10.1 │ +0.0/0.0 │ +0.0/0.0 │ +0.0/0.0 │ 123/0.0 │", text)
     assert text.endswith("run directory: outputs/run\n")
+
+
+def test_the_summary_of_replicas_says_how_many() -> None:
+    line, _, output = plain_line()
+    line.finish({**SUMMARY, "dp": 2}, None, failed=False)
+    assert "1f1b, pp=2, dp=2, 8 microbatches" in output.getvalue()
 
 
 def test_a_run_that_was_not_profiled_has_a_summary_all_the_same() -> None:

@@ -35,6 +35,9 @@ def test_the_defaults_pass():
     [
         ("seed", -1, "seed=-1 is too small: use 0 or more"),
         ("pp", 0, "pp=0 is too small: use 1 or more"),
+        ("dp", 0, "dp=0 is too small: use 1 or more"),
+        ("dp", 5, "microbatches=8 in each of dp=5 replicas is more than batch_size=32: .* use microbatches=6 or fewer"),
+        ("dp", 33, "microbatches=8 in each of dp=33 replicas is more than batch_size=32: .* use a smaller dp, or"),
         ("microbatches", 0, "microbatches=0 is too small"),
         ("batch_size", 0, "batch_size=0 is too small"),
         ("steps", 0, "steps=0 is too small"),

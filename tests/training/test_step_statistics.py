@@ -36,3 +36,15 @@ def test_idle_times_add_up_and_a_step_that_was_held_up_does_not_count():
 def test_lengths():
     assert makespan(step(1.0)) == 15.0
     assert busy(step(1.0)) == 24.0
+
+
+def test_replicas_share_one_makespan():
+    """The second replica is slower: the first one's ranks wait for it at the end."""
+    both = (*step(1.0), *step(2.0))
+    common = summarize([both], PROGRAM)
+    assert common.bubble == bubbles(both, 4)[0]
+    assert [idle.tail for idle in common.idle[:2]] == [
+        alone.tail + makespan(step(2.0)) - makespan(step(1.0)) for alone in split_idle(step(1.0), PROGRAM)
+    ]
+    assert common.idle[2:] == split_idle(step(2.0), PROGRAM)
+    assert sum(idle.total for idle in common.idle) == pytest.approx(4 * makespan(both) - busy(both))
