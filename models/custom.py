@@ -37,7 +37,8 @@ def custom(
 
     - an `nn.Sequential`: a layer begins at each child with parameters, and those without join the one before;
     - a module with `layers`, an attribute or a method: a sequence, `ModuleList`, `ModuleDict` or list of modules or
-      (name, module) pairs, which run in this order, each on the output of the one before;
+      (name, module) pairs, which run in this order, each on the output of the one before. A module with an attribute
+      gives=("skip",) returns (output, skip), and a later one with takes=("skip",) is called with (input, skip);
     - such a list itself;
     - a `Model`, which is taken as it is (but for the loss, if one is given).
 

@@ -28,12 +28,16 @@ class Layer:
     """One indivisible piece of a model.
 
     `build` draws no random number under `torch.device("meta")` or FakeTensorMode; weights come from `Model.initialize`.
-    `prefix` before the module's own parameter names gives the names in the whole model's state dict.
+    `prefix` before the module's own parameter names gives the names in the whole model's state dict. Values go by name
+    past other layers to those that take them (a skip connection, an encoder's memory, a mask): the module is called
+    with its input and the values it `takes`, and returns its output and those it `gives`, if any.
     """
 
     name: str
     build: Callable[[], nn.Module]
     prefix: str
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,16 @@ class Pieces:
 
     def layers(self) -> tuple[Layer, ...]:
         """In the order of the forward pass."""
-        return tuple(Layer(piece.name, _Build(self, index), piece.prefix) for index, piece in enumerate(self.pieces))
+        return tuple(
+            Layer(
+                piece.name,
+                _Build(self, index),
+                piece.prefix,
+                takes=tuple(getattr(piece.module, "takes", ())),
+                gives=tuple(getattr(piece.module, "gives", ())),
+            )
+            for index, piece in enumerate(self.pieces)
+        )
 
     def tied(self) -> dict[str, str]:
         """Parameters that are one in the whole module and in several layers: alias to the first one's name."""

@@ -16,6 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from pipeline.engine.batch_norm import statistics_kept
 from pipeline.engine.materialize import give_memory
 from pipeline.engine.model import Layer
+from pipeline.engine.named_values import alive, carried, passed_on, taken
 from pipeline.engine.nest import Nest, flat, mapped, rebuilt
 
 
@@ -90,18 +91,6 @@ class Boundary:
         messages = {kind: tuple(spec.crossing(self.crossing) for spec in specs) for kind, specs in kinds.items()}
         object.__setattr__(self, "_messages", messages)
 
-    @classmethod
-    def of(cls, value: Nest, outputs: Nest, crossing: torch.dtype | None = None) -> Boundary:
-        """Of tensors as these are, from which the model went on to `outputs`."""
-        trained = tuple(tensor.requires_grad for tensor in flat(value))
-        used = _edges_behind(outputs)
-        return cls(
-            specs_of(value),
-            trained,
-            tuple(each and _edge(tensor) in used for tensor, each in zip(flat(value), trained, strict=True)),
-            crossing,
-        )
-
     def message(self, kind: Literal["activation", "gradient"]) -> tuple[TensorSpec, ...]:
         """What crosses, a transfer each: all tensors down, the gradients up."""
         return self._messages[kind]
@@ -165,32 +154,41 @@ def boundaries(
 
     Raises:
         ValueError: a normalization would see a single value a channel, a layer refuses its input's shape or gives
-            what is no nest of tensors, or a layer overwrites an input that is kept: a stage's first one, or one of
-            `kept`.
+            what is no nest of tensors, takes a named value that isn't there, or overwrites what is kept: what its
+            stage received, or the input of a layer of `kept`.
     """
-    ends = {sum(counts[: stage + 1]) for stage in range(len(counts))}
-    starts = {0, *ends, *kept}
+    edges = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    starts, names = {*edges, *kept}, alive(layers)
     with torch.device("meta"):
         modules = [layer.build().train() for layer in layers]
     # a cumulative average asks for the number of batches so far, which a fake tensor doesn't have
     with FakeTensorMode(), torch.device(device), statistics_kept(modules):
-        value = mapped(lambda spec: _empty(spec, dtype), inputs)
+        value, named = mapped(lambda spec: _empty(spec, dtype), inputs), dict[str, Nest]()
         received = [value]
         watched: list[tuple[Tensor, int]] = []
-        for index, (layer, module) in enumerate(zip(layers, modules, strict=True), start=1):
+        for index, (layer, module) in enumerate(zip(layers, modules, strict=True)):
             give_memory(module, device, dtype)
-            if index - 1 in starts:
-                watched = [(tensor, tensor._version) for tensor in flat(value)]
+            if index in starts:
+                watched = [(tensor, tensor._version) for tensor in flat((value, named))]
             with autocast():
-                value = _checked_forward(layer, module, value)
+                output = _checked_forward(layer, module, value, *taken(layer, named))
+            value, named = passed_on(layer, output, named, names[index + 1])
+            received.append(carried(value, named))
             if any(tensor._version != version for tensor, version in watched):
                 raise ValueError(
-                    f"layer {layer.name} overwrites its input, which its stage keeps for the backward: use an "
+                    f"layer {layer.name} overwrites what its stage received and keeps for the backward: use an "
                     "operation out of place, or a cut that leaves this layer inside a stage"
                 )
-            if index in ends:
-                received.append(value)
-        return tuple(Boundary.of(each, value, crossing) for each in received)
+        used = _edges_behind(value)
+        return tuple(_boundary(received[edge], used, crossing) for edge in edges)
+
+
+def _boundary(value: Nest, used: Collection[_Edge], crossing: torch.dtype | None) -> Boundary:
+    """Where tensors like these cross, of which those at the edges `used` have a gradient."""
+    tensors = flat(value)
+    trained = tuple(tensor.requires_grad for tensor in tensors)
+    wanted = [each and _edge(tensor) in used for tensor, each in zip(tensors, trained, strict=True)]
+    return Boundary(specs_of(value), trained, tuple(wanted), crossing)
 
 
 def _edges_behind(outputs: Nest) -> set[_Edge]:
@@ -214,10 +212,10 @@ def _empty(spec: TensorSpec, dtype: torch.dtype) -> Tensor:
     return torch.empty(spec.shape, dtype=dtype if spec.dtype.is_floating_point else spec.dtype)
 
 
-def _checked_forward(layer: Layer, module: nn.Module, value: Nest) -> Nest:
-    received = in_words(specs_of(value))
+def _checked_forward(layer: Layer, module: nn.Module, *inputs: Nest) -> Nest:
+    received = in_words(specs_of(inputs))
     try:
-        output: Nest = module(value)
+        output: Nest = module(*inputs)
     except ValueError as error:
         if "Expected more than 1 value per channel" in str(error):
             raise ValueError(
@@ -230,7 +228,7 @@ def _checked_forward(layer: Layer, module: nn.Module, value: Nest) -> Nest:
                 "larger images"
             ) from error
         raise
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"layer {layer.name} refuses its input {received}: {reason}") from error
     _check_tensors(layer, output)

@@ -24,6 +24,14 @@ class Layer(Protocol):
     def prefix(self) -> str:
         """Put before the module's own parameter names it gives the whole model's ("layer1.0.")."""
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Values of layers before, by name, that the module is called with after its input: `module(value, *taken)`."""
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """Values, by name, that the module returns beside its output, `(value, *given)`, for layers after it."""
+
 
 class Loss(Protocol):
     """The sum over samples (tokens), so that only one place divides: the engine, by the weight of the whole batch."""

@@ -16,6 +16,7 @@ from pipeline.engine.boundary import Autocast
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.materialize import MakeLayer, materialize, named_tensors
 from pipeline.engine.model import Layer, Model
+from pipeline.engine.named_values import alive, carried, opened, passed_on, taken
 from pipeline.engine.nest import Nest
 from pipeline.engine.seeding import mixed_seed, name_seed, seed_layer
 from pipeline.engine.segments import Recomputed, whole
@@ -76,6 +77,7 @@ class Stage:
         self.placement = placement
         self.loss = self._call(model.loss) if last else None
         self.layers = tuple(layers)
+        self._alive = _alive_in(self.layers, model)
         self.modules = tuple(
             make_layer(model, layer, device=placement.device, dtype=placement.dtype, seed=placement.seed)
             for layer in layers
@@ -202,13 +204,14 @@ class Stage:
         """
         positions = range(len(self.modules))[layers]
         with self.placement.autocast():
-            value: Any = inputs
+            value, named = opened(inputs, self._alive[positions.start])
             for position in positions:
                 if self._seeds and _trains(self.modules[position]):  # an evaluation leaves the generators alone
                     seed_layer(mixed_seed(self._seeds[position], step, microbatch), self.placement.device)
-                value = self._calls[position](value)
-            if self.loss is None or positions[-1] != len(self.modules) - 1:
-                return value
+                output = self._calls[position](value, *taken(self.layers[position], named))
+                value, named = passed_on(self.layers[position], output, named, self._alive[position + 1])
+            if self.loss is None or positions.stop != len(self.modules):
+                return carried(value, named)
             assert targets is not None, "the last stage's rank loads the targets"
             return self.loss(value, targets) / weight
 
@@ -245,3 +248,11 @@ def _call_and_look(look: Callable[[int, object], None], position: int, call: Cal
 
 def _trains(module: nn.Module) -> bool:
     return module.training or any(part.training for part in module.modules())
+
+
+def _alive_in(layers: Sequence[Layer], model: Model) -> tuple[tuple[str, ...], ...]:
+    """The names alive before each of these consecutive layers of the model and after the last; none of no layers."""
+    if not layers:
+        return ((),)
+    start = [layer.name for layer in model.layers].index(layers[0].name)
+    return alive(model.layers)[start : start + len(layers) + 1]

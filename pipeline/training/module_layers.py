@@ -35,6 +35,16 @@ class ModuleLayer:
         """Copies the module without its memory."""
         return partial(_without_memory, self.module)
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What the module's attribute `takes` names, if it has one."""
+        return tuple(getattr(self.module, "takes", ()))
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """What the module's attribute `gives` names, if it has one."""
+        return tuple(getattr(self.module, "gives", ()))
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers by whole-model name."""
         yield from self.module.named_parameters(self.prefix.rstrip("."))

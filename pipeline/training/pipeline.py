@@ -53,6 +53,8 @@ class Pipeline:
         model: an `nn.Sequential` (a layer begins at each child with parameters, those without join the one before), or
             a list or dict of modules, or pairs (name, module), each a layer; run in order, each on what the one before
             returns: a tensor, or tensors in tuples, lists and dicts. Parameters that several layers share are one.
+            Values may go past layers by name: a module with an attribute gives=("skip",) returns (value, skip), and one
+            with takes=("skip",), any number of layers later, is called with (value, skip).
         loss: of (outputs, targets); `losses.as_sum` says how it becomes the mean over the whole batch.
         schedule: a name of `pipeline.schedule.library`, or a schedule of your own.
         pp: pipeline ranks; under a launcher the number of its processes.

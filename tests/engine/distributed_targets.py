@@ -27,7 +27,7 @@ from pipeline.training.rank import Rank
 from pipeline.training.settings import OptimizerSettings, PrecisionSettings
 from pipeline.training.transports import open_transport
 from tests.engine.harness import CPU, buffers_of, microbatches_of, placement, settings_for
-from tests.engine.samples import chain, images, linears, nested, nests, small_gpt, text, vectors
+from tests.engine.samples import chain, images, linears, nested, nests, sentences, small_gpt, text, translator, vectors
 
 WIDE = 1 << 20
 """32 MB in four samples of float64: far over what any transport buffers without a matching receive."""
@@ -75,6 +75,8 @@ class Case:
             return resnet(depth=18, classes=10), images(self.batch_size)
         if self.name.startswith("nests"):
             return nested(), nests(self.batch_size)
+        if self.name.startswith("translator"):
+            return translator(), sentences(self.batch_size)
         if self.name.startswith("large"):
             return chain([partial(Scale, WIDE)] * 2, loss=First()), vectors(self.batch_size, WIDE)
         return small_gpt(dropout=0.1 if "dropout" in self.name else 0.0), text(self.batch_size)

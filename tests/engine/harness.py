@@ -171,9 +171,11 @@ def plain_loop(
     sizes = microbatch_sizes(samples(inputs), microbatches)
     weight, total = model.loss.weight(targets), torch.zeros((), dtype=dtype)
     for piece, answer in zip(split(inputs, sizes), split(targets, sizes), strict=True):
-        value = mapped(stage.placement.loaded, piece)
-        for module in stage.modules:
-            value = module(value)
+        value, named = mapped(stage.placement.loaded, piece), {}
+        for layer, module in zip(model.layers, stage.modules, strict=True):
+            output = module(value, *(named[name] for name in layer.takes))
+            value, *given = output if layer.gives else (output,)
+            named.update(zip(layer.gives, given, strict=True))
         loss = model.loss(value, answer) / weight
         loss.backward()
         total = total + loss.detach()

@@ -52,11 +52,16 @@ def chain(
     builds: Sequence[Callable[[], nn.Module]],
     *,
     tied: Mapping[str, str] | None = None,
+    takes: Mapping[int, tuple[str, ...]] | None = None,
+    gives: Mapping[int, tuple[str, ...]] | None = None,
     stochastic: bool = False,
     loss: object = None,
 ) -> Model:
-    """A model of any modules in a row, named 0, 1, ..."""
-    layers = tuple(Layer(str(index), build, f"{index}.") for index, build in enumerate(builds))
+    """A model of any modules in a row, named 0, 1, ...; `takes` and `gives` are by layer."""
+    layers = tuple(
+        Layer(str(index), build, f"{index}.", (takes or {}).get(index, ()), (gives or {}).get(index, ()))
+        for index, build in enumerate(builds)
+    )
     return Model("chain", layers, loss or CrossEntropy(), fill, tied or {}, stochastic)  # type: ignore[arg-type]
 
 
@@ -130,3 +135,108 @@ def nests(batch_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         "mask": torch.rand(batch_size, 4, generator=draw) < 0.7,
     }
     return inputs, {"class": classes, "counts": torch.rand(batch_size, generator=draw) < 0.5}
+
+
+class Down(nn.Module):
+    """Halves an image; gives it as it was for a skip connection."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.pool = nn.AvgPool2d(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.convolution(x).tanh()
+        return self.pool(x), x
+
+
+class Up(nn.Module):
+    """Doubles an image and joins the skip connection."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.grow = nn.ConvTranspose2d(inputs, outputs, 2, 2)
+        self.convolution = nn.Conv2d(2 * outputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return self.convolution(torch.cat([self.grow(x), skip], 1)).tanh()
+
+
+class Pixels(nn.Conv2d):
+    """A class of each pixel."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__(inputs, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).movedim(1, -1)
+
+
+def unet() -> Model:
+    """Eight layers with skip connections over up to six of them, for `pixels`."""
+    builds = [partial(Down, 3, 2), partial(Down, 2, 3), partial(Down, 3, 4), partial(nn.Conv2d, 4, 4, 1)]
+    builds += [partial(Up, 4, 4), partial(Up, 4, 3), partial(Up, 3, 2), partial(Pixels, 2, 4)]
+    skips = ("fine",), ("middle",), ("coarse",)
+    return chain(builds, gives=dict(zip((0, 1, 2), skips, strict=True)), takes=dict(zip((6, 5, 4), skips, strict=True)))
+
+
+def pixels(batch_size: int) -> tuple[Tensor, Tensor]:
+    """Images and a class of each pixel."""
+    draw = torch.Generator().manual_seed(5)
+    inputs = torch.randn(batch_size, 3, 8, 8, generator=draw)
+    return inputs, torch.randint(0, 4, (batch_size, 8, 8), generator=draw)
+
+
+class Source(nn.Module):
+    """The encoder's input: vectors of a sentence, a mask of its padding, and the other sentence for the decoder."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, width)
+
+    def forward(self, sentences: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        source, target = sentences
+        return self.words(source), source == 0, target
+
+
+class Attention(nn.Module):
+    """Each vector looks at those of `memory` that are no padding, by default at its own sentence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ask, self.answer = nn.Linear(width, width), nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor, padding: Tensor, memory: Tensor | None = None) -> Tensor:
+        keys, values = self.answer(x if memory is None else memory).chunk(2, -1)
+        scores = (self.ask(x) @ keys.mT).masked_fill(padding[:, None], -torch.inf)
+        return x + scores.softmax(-1) @ values
+
+
+class Bridge(nn.Module):
+    """The encoder's output becomes the memory, and the decoder begins with vectors of the other sentence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, width)
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return self.words(target), x
+
+
+def translator(width: int = 4) -> Model:
+    """An encoder of two layers and a decoder of four, which take the encoder's output and its mask, for `sentences`."""
+    attention = partial(Attention, width)
+    builds = [partial(Source, width), attention, attention, partial(Bridge, width), *[attention] * 4]
+    takes = {1: ("padding",), 2: ("padding",), 3: ("target",)} | dict.fromkeys(range(4, 8), ("padding", "memory"))
+    builds.append(partial(nn.Linear, width, 9))
+    return chain(builds, takes=takes, gives={0: ("padding", "target"), 3: ("memory",)})
+
+
+def sentences(batch_size: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Pairs of sentences, the first padded with 0, and the next words, of which some don't count."""
+    draw = torch.Generator().manual_seed(6)
+    source, target, words = (torch.randint(1, 9, (batch_size, length), generator=draw) for length in (6, 5, 5))
+    lengths = torch.randint(2, 7, (batch_size,), generator=draw)
+    source[torch.arange(6) >= lengths[:, None]] = 0
+    words[torch.rand(batch_size, 5, generator=draw) < 0.3] = -100
+    return (source, target), words

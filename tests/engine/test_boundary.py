@@ -121,13 +121,20 @@ def test_a_layer_must_return_tensors(make, what):
 
 def test_a_stage_must_not_overwrite_what_it_received():
     overwriting = chain([partial(nn.Linear, 4, 4), partial(nn.ReLU, inplace=True), partial(nn.Linear, 4, 4)]).layers
-    with pytest.raises(ValueError, match="layer 1 overwrites its input, which its stage keeps"):
+    with pytest.raises(ValueError, match="layer 1 overwrites what its stage received and keeps"):
         specs(overwriting, vectors(2)[0], (1, 2))
     with pytest.raises(ValueError, match="layer 0 overwrites"):
         specs(chain([partial(nn.ReLU, inplace=True)]).layers, vectors(2)[0])
     assert specs(overwriting, vectors(2)[0], (2, 1)), "inside a stage it harms nobody"
-    with pytest.raises(ValueError, match="layer 1 overwrites its input"):
+    with pytest.raises(ValueError, match="layer 1 overwrites what"):
         specs(overwriting, vectors(2)[0], (2, 1), kept=[0, 1])
+
+
+def test_a_later_layer_must_not_overwrite_what_the_stage_received_either():
+    layers = chain([partial(nn.Linear, 4, 4), nn.Identity, partial(nn.ReLU, inplace=True)]).layers
+    with pytest.raises(ValueError, match="layer 2 overwrites what its stage received"):
+        specs(layers, vectors(2)[0], (1, 2))
+    assert specs(layers, vectors(2)[0], (3,))
 
 
 def test_a_spec_reads_like_a_tensor():

@@ -162,17 +162,16 @@ def test_what_was_not_planned_is_refused():
 
 
 def test_a_boundary_sorts_what_crosses():
-    number, count = torch.zeros(2, requires_grad=True), torch.zeros(3, dtype=torch.int64)
-    boundary = Boundary.of({"count": count, "rest": [number, None]}, number * 2)
+    number, count = torch.zeros(2), torch.zeros(3, dtype=torch.int64)
+    specs = {"count": TensorSpec.of(count), "rest": [TensorSpec.of(number), None]}
+    boundary = Boundary(specs, trained=(False, True), differentiable=(False, True))
     assert boundary.gradients == (TensorSpec((2,), torch.float32),)
     its_gradient = torch.ones(2)
     (nothing, given) = boundary.spread([its_gradient])
     assert nothing is None
     assert given is its_gradient
     assert boundary.of_differentiable(["of the count", "of the number"]) == ["of the number"]
-    arrived = count.clone(), number.detach()
-    assert Boundary.of(number, count).trained == (True,)
-    assert Boundary.of(number, count).gradients == ()
+    arrived = count.clone(), number
     leaves = boundary.leaves(arrived)
     assert leaves == {"count": arrived[0], "rest": [arrived[1], None]}
     assert [tensor.requires_grad for tensor in arrived] == [False, True]

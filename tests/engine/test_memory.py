@@ -19,7 +19,7 @@ from pipeline.training.plan import Plan, make_plan, split
 from pipeline.training.precision import autocast
 from pipeline.training.settings import ActivationCheckpointSettings, PrecisionSettings
 from tests.engine.harness import CPU, build_ranks, microbatches_of, placement, plan_with, settings_for, step
-from tests.engine.samples import images, nested, nests, small_gpt, text
+from tests.engine.samples import images, nested, nests, pixels, sentences, small_gpt, text, translator, unet
 from tests.engine.test_executor import BY_HAND
 
 MODES = ("never", "except_last", "always")
@@ -31,6 +31,10 @@ PRECISIONS = {
     BF16: PrecisionSettings(BF16, "float32", "bfloat16"),
     PURE_BF16: PrecisionSettings(PURE_BF16, "bfloat16", None),
 }
+
+
+SEVERAL = {"nests": (nested, nests), "translator": (translator, sentences), "unet": (unet, pixels)}
+"""With several tensors between stages, and named values past some."""
 
 
 def constant(name, tensor, generator):
@@ -48,14 +52,14 @@ class Case:
     microbatches: int = 4
 
     def model(self):
-        if self.name == "nests":
-            return nested()
+        if self.name in SEVERAL:
+            return replace(SEVERAL[self.name][0](), initialize=constant)
         gpt = small_gpt(dropout=0.1 if self.name == "gpt with dropout" else 0.0)
         return replace(resnet(depth=18, classes=10) if self.name == "resnet" else gpt, initialize=constant)
 
     def batch(self):
-        if self.name == "nests":
-            return nests(self.batch_size)
+        if self.name in SEVERAL:
+            return SEVERAL[self.name][1](self.batch_size)
         return images(self.batch_size, 32) if self.name == "resnet" else text(self.batch_size)
 
     def settings(self):
@@ -127,9 +131,10 @@ def test_precisions_and_dropout(case, schedule):
 
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("schedule", KINDS)
-def test_several_tensors_between_stages(schedule, checkpoint):
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_tensors_between_stages(name, schedule, checkpoint):
     """Some are passed on as they came. A rank counts one memory for those that never leave it."""
-    case = Case("nests", FP32, 7)
+    case = Case(name, FP32, 7)
     plan = plan_of(case, schedule, checkpoint)
     measured, predicted = measured_and_predicted(case, plan, transport=Copying())
     assert measured == predicted

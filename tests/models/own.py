@@ -11,6 +11,28 @@ from models.gpt import gpt
 from models.model import Model
 
 
+class Saves(nn.Linear):
+    """Gives its input for a skip connection."""
+
+    gives = ("kept",)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x
+
+
+class Adds(nn.Linear):
+    """Takes it, some layers later."""
+
+    takes = ("kept",)
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        return super().forward(x + kept)
+
+
+def skipping() -> list[nn.Module]:
+    return [Saves(4, 4), nn.Linear(4, 4), nn.Tanh(), Adds(4, 4)]
+
+
 def perceptron(width: int = 8, depth: int = 2, classes: int = 5) -> nn.Sequential:
     """Children without parameters stand between those with."""
     hidden = [part for _ in range(depth) for part in (nn.Linear(width, width), nn.ReLU(inplace=True))]

@@ -16,6 +16,7 @@ from models.loss import CrossEntropy
 from models.model import Model
 from pipeline.engine.materialize import materialize
 from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, settings_for
+from tests.engine.samples import vectors
 from tests.models.own import Scaled, Tagger, perceptron, twice
 
 OWN = "tests.models.own"
@@ -204,3 +205,14 @@ def test_an_unknown_initialization_and_an_unknown_argument_are_refused() -> None
         own("perceptron", arguments={"dept": 1})
     with pytest.raises(ValueError, match=r"the model has no parameter or buffer 'x': use a name such as '1.weight'"):
         own("perceptron").initialize("x", torch.ones(1), torch.Generator())
+
+
+def test_values_go_past_layers_by_name() -> None:
+    model, batch = own("skipping"), vectors(6)
+    assert [(layer.takes, layer.gives) for layer in model.layers] == [
+        ((), ("kept",)),
+        ((), ()),
+        ((), ()),
+        (("kept",), ()),
+    ]
+    assert_equal_outcomes(pipelined(settings_for("1f1b", 4, 2, 6), model, *batch), plain_loop(model, *batch, 2))

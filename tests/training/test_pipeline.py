@@ -182,6 +182,35 @@ def test_batches_and_what_layers_pass_on_may_hold_several_tensors():
     assert_equal_gradients(nn.Sequential(*ours), plain)
 
 
+class Keeps(nn.Linear):
+    """Gives its input for a skip connection."""
+
+    gives = ("kept",)
+
+    def forward(self, x):
+        return super().forward(x).tanh(), x
+
+
+class Adds(nn.Linear):
+    """Takes it, some layers later."""
+
+    takes = ("kept",)
+
+    def forward(self, x, kept):
+        return super().forward(x + kept)
+
+
+def test_values_go_past_layers_by_name():
+    torch.manual_seed(2)
+    layers = [layer.double() for layer in (Keeps(8, 8), nn.Linear(8, 8), nn.Tanh(), Adds(8, 8), nn.Linear(8, 5))]
+    plain, (inputs, targets) = copy.deepcopy(layers), batch(7)
+    hidden, kept = plain[0](inputs)
+    expected = F.cross_entropy(plain[4](plain[3](plain[2](plain[1](hidden)), kept)), targets)
+    expected.backward()
+    assert torch.allclose(pipeline_of(layers).step(inputs, targets), expected, rtol=1e-12)
+    assert_equal_gradients(nn.Sequential(*layers), nn.Sequential(*plain))
+
+
 def tied():
     """An embedding that is a part of the first, the third and the last layer."""
     torch.manual_seed(3)
