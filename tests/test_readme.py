@@ -17,6 +17,7 @@ from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, s
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+EXAMPLE = "examples.from_python"
 SHORT = (
     "steps=1 batch_size=6 microbatches=3 log_every=1 data.validation_batches=1 logger=none "
     "hydra.run.dir={directory} hydra.sweep.dir={directory}"
@@ -29,16 +30,21 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Every command of the README that starts Python."""
+    """Every command of the README that starts train.py."""
+    return [command for command in started("python ", "torchrun ") if EXAMPLE not in command]
+
+
+def started(*programs: str) -> list[str]:
+    """Every command of the README that begins with one of these words."""
     lines = [line.split("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line.startswith(("python ", "torchrun "))]
+    return [line for line in lines if line.startswith(programs)]
 
 
 def run(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run a README command in this environment; what the README sets itself stays as it is."""
     words = shlex.split(command)
     given = {word.split("=")[0] for word in words if "=" in word}
-    if not {"--help", "--cfg"} & set(words):
+    if not {"--help", "--cfg", EXAMPLE} & set(words):
         extra = [word for word in SHORT.format(directory=directory).split() if word.split("=")[0] not in given]
         words += extra
     launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
@@ -93,10 +99,36 @@ def test_schedules_in_the_table_are_those_there_are():
     assert options - {"file", "custom"} == set(SCHEDULES)
 
 
+def python_block(words: str) -> str:
+    """The README's Python that has these words in it."""
+    (block,) = (block for block in blocks("python") if words in block)
+    return block
+
+
+LAUNCHERS = ("python", "torchrun --standalone --nproc-per-node 2")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_example_from_python(launcher: str, tmp_path: Path):
+    """In one process and in two: the same lines, the same losses."""
+    done = run(f"{launcher} -m {EXAMPLE}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps, losses = zip(*re.findall(r"^step (\d+) \| loss ([\d.]+)$", done.stdout, flags=re.MULTILINE), strict=True)
+    assert steps == ("20", "40", "60")
+    assert [float(loss) for loss in losses] == pytest.approx([2.0718, 1.5775, 1.0792], abs=2e-3)
+
+
+def test_python_shown_is_the_example():
+    """Whatever the README shows of it is in the file that is run, line by line."""
+    shown = [line for block in blocks("python") if "Pipeline(" in block for line in block.splitlines()]
+    assert set(shown) <= set((ROOT / f"{EXAMPLE.replace('.', '/')}.py").read_text().splitlines())
+    run_here = {f"{launcher} -m {EXAMPLE}" for launcher in LAUNCHERS}
+    assert {command for command in started("python ", "torchrun ") if EXAMPLE in command} <= run_here
+
+
 def test_schedule_example(capsys: pytest.CaptureFixture[str]):
-    definition, look = blocks("python")[:2]
     names: dict[str, object] = {}
-    exec(definition + look, names)
+    exec(python_block("def gpipe_lifo") + python_block("simulate(schedule"), names)
     printed = capsys.readouterr().out
     assert "gpipe_lifo: 3 ranks, 4 microbatches" in printed
     assert float(printed.splitlines()[-1]) == pytest.approx(1 / 3)  # (p-1)/(m+p-1), as GPipe's
@@ -104,7 +136,7 @@ def test_schedule_example(capsys: pytest.CaptureFixture[str]):
 
 def test_model_example():
     names: dict[str, object] = {}
-    exec(blocks("python")[2], names)
+    exec(python_block("def perceptron"), names)
     model = names["perceptron"](classes=5, size=8)
     draw = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(6, 3, 8, 8, generator=draw), torch.randint(0, 5, (6,), generator=draw)

@@ -137,6 +137,11 @@ class Pipeline:
         """What every rank does, and in which order."""
         return self._draft.schedule
 
+    @property
+    def rank(self) -> int:
+        """This process's pipeline rank; 0 where all are in one process."""
+        return self._group.local[0]
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, a shared one once: all in one process, its own stages' under a launcher."""
         for _, parameter in self.named_parameters():
