@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.datasets import CIFAR10
 
-from data.dataset import Data, require_positive
+from data.dataset import ALL, Data, require_positive
 from data.order import Order
 from data.randomness import generator
 
@@ -49,11 +49,12 @@ class CifarImages:
     seed: int
     train: bool
 
-    def inputs(self, step: int) -> Tensor:
+    def inputs(self, step: int, samples: slice = ALL) -> Tensor:
         """Normalized images, float32 (batch, 3, 32, 32)."""
         images = torch.from_numpy(self._dataset.data[self._order.indices(step)]).permute(0, 3, 1, 2)
         if self.train:
             images = _crop_and_flip(images, generator(self.seed, "crop and flip", step))
+        images = images[samples]
         mean, deviation = (torch.tensor(each).view(3, 1, 1) for each in (MEAN, STANDARD_DEVIATION))
         return (images.to(torch.float32) / 255).sub_(mean).div_(deviation)
 

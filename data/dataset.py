@@ -7,12 +7,18 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+ALL = slice(None)
+"""The whole batch."""
+
 
 class Split(Protocol):
     """The batches of one split, on the CPU, each a pure function of (seed, step): any rank may ask, in any order."""
 
-    def inputs(self, step: int) -> Tensor:
-        """Inputs of a step: int64 (batch, context) tokens, or float32 (batch, 3, height, width) images."""
+    def inputs(self, step: int, samples: slice = ALL) -> Tensor:
+        """Inputs of a step: int64 (batch, context) tokens, or float32 (batch, 3, height, width) images.
+
+        `samples`: those of the batch that are wanted, the same whoever asks for how many.
+        """
         ...
 
     def targets(self, step: int) -> Tensor:

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional
 
-from data.dataset import Data, require_positive
+from data.dataset import ALL, Data, require_positive
 from data.randomness import VALIDATION_SEED, generator
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -64,7 +64,7 @@ class Glyphs:
     seed: int
     split: str
 
-    def inputs(self, step: int) -> Tensor:
+    def inputs(self, step: int, samples: slice = ALL) -> Tensor:
         """Normalized images, float32 (batch, 3, size, size)."""
         draw = generator(self.seed, self.split, "look", step)
         fonts = draw.integers(len(self.fonts), size=self.batch_size)
@@ -74,7 +74,7 @@ class Glyphs:
         background, color = _colors(draw, self.batch_size)
         images = torch.lerp(background, color, ink)
         noise = draw.standard_normal(images.shape, dtype=np.float32)
-        return images.add_(torch.from_numpy(noise), alpha=NOISE).sub_(MEAN).div_(STANDARD_DEVIATION)
+        return images.add_(torch.from_numpy(noise), alpha=NOISE).sub_(MEAN).div_(STANDARD_DEVIATION)[samples]
 
     def targets(self, step: int) -> Tensor:
         """Classes, int64 (batch,): positions in CHARACTERS."""

@@ -19,7 +19,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
 from torchvision.transforms import functional
 
-from data.dataset import Data, require_positive
+from data.dataset import ALL, Data, require_positive
 from data.order import Order
 from data.randomness import generator
 
@@ -65,13 +65,13 @@ class FolderImages:
     workers: int
     augmented: bool
 
-    def inputs(self, step: int) -> Tensor:
-        """Normalized images, float32 (batch, 3, size, size)."""
+    def inputs(self, step: int, samples: slice = ALL) -> Tensor:
+        """Normalized images, float32 (batch, 3, size, size); only those that are wanted are opened."""
         files = [self._dataset.samples[index][0] for index in self._order.indices(step)]
         # Drawn before the threads start, so that their order plays no part.
         draws = list(generator(self.seed, "crop and flip", step).random((len(files), 5)))
         with ThreadPoolExecutor(self.workers) as pool:
-            images = list(pool.map(self._load, files, draws))
+            images = list(pool.map(self._load, files[samples], draws[samples]))
         return torch.stack(images)
 
     def targets(self, step: int) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Data, require_positive
+from data.dataset import ALL, Data, require_positive
 from data.randomness import VALIDATION_SEED, generator
 
 
@@ -47,9 +47,9 @@ class RandomTokens:
     split: str
     fixed: bool
 
-    def inputs(self, step: int) -> Tensor:
+    def inputs(self, step: int, samples: slice = ALL) -> Tensor:
         """Tokens, int64 (batch, context)."""
-        return self._tokens(step)[:, :-1]
+        return self._tokens(step)[samples, :-1]
 
     def targets(self, step: int) -> Tensor:
         """The next token at each position, int64 (batch, context)."""
@@ -71,9 +71,9 @@ class RandomImages:
     split: str
     fixed: bool
 
-    def inputs(self, step: int) -> Tensor:
+    def inputs(self, step: int, samples: slice = ALL) -> Tensor:
         """Images, float32 (batch, 3, size, size)."""
-        return self._fixed_images if self.fixed else self._images(step)
+        return (self._fixed_images if self.fixed else self._images(step))[samples]
 
     def targets(self, step: int) -> Tensor:
         """Classes, int64 (batch,)."""

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data.dataset import ALL
 from data.order import Indices, Order
 from data.randomness import generator
 
@@ -56,9 +57,9 @@ class Windows:
         """For validation: one order. A text shorter than context + 1 is a ValueError."""
         return cls(text, context, Order.fixed(_count(text, context), batch_size), vocabulary)
 
-    def inputs(self, step: int) -> Tensor:
+    def inputs(self, step: int, samples: slice = ALL) -> Tensor:
         """Tokens of the step's samples, int64 (batch, context)."""
-        return self._gather(self._starts(step))
+        return self._gather(self._starts(step)[samples])
 
     def targets(self, step: int) -> Tensor:
         """The next token at each position, int64 (batch, context)."""

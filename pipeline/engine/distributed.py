@@ -64,13 +64,16 @@ def open_channels(used: Iterable[Channel], rank: int, backend: str, timeout: flo
         group = new_group(members, backend, timeout)
         if group is not None:
             groups[used_channel] = group
-            device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-            token = torch.zeros(1, device=device)
             if rank == used_channel.source:
-                dist.send(token, used_channel.destination, group=group)
+                dist.send(token(backend), used_channel.destination, group=group)
             else:
-                dist.recv(token, used_channel.source, group=group)
+                dist.recv(token(backend), used_channel.source, group=group)
     return groups
+
+
+def token(backend: str) -> Tensor:
+    """Something to send where the backend takes it from, so that a communicator connects."""
+    return torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu")
 
 
 def new_group(members: Sequence[int], backend: str, timeout: float) -> dist.ProcessGroup | None:

@@ -36,5 +36,6 @@ def _digest(plan: Plan) -> str:
         dict(plan.tied),
         dict(plan.boundaries),
         plan.microbatch_sizes,
+        plan.dp,
     )
     return hashlib.sha256(repr(decided).encode()).hexdigest()

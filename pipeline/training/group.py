@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.engine.clock_offset import Comparison, compare, exchange
-from pipeline.engine.distributed import naming, new_group
+from pipeline.engine.distributed import naming, new_group, token
 from pipeline.engine.reduction import Sum
 from pipeline.engine.standing import Board, Marker
 from pipeline.training import rendezvous
@@ -144,6 +144,8 @@ class DistributedGroup:
         pp = size // dp
         alike = [new_group(range(first, size, pp), backend, timeout) for first in range(pp if dp > 1 else 0)]
         self._replicas = next((group for group in alike if group is not None), None)
+        if self._replicas is not None:  # used once, so that no connection is set up in the middle of a step
+            dist.all_reduce(token(backend), group=self._replicas)
 
     @property
     def local(self) -> tuple[int, ...]:

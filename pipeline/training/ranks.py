@@ -49,6 +49,17 @@ class Ranks:
         """Whether the loss is computed here."""
         return any(rank.holds_last for rank in self.ranks)
 
+    @property
+    def samples(self) -> slice:
+        """Of a whole batch those that go through the replicas of this process."""
+        sizes, own = self.plan.microbatch_sizes, self._microbatches
+        return slice(sum(sizes[: own.start]), sum(sizes[: own.stop]))
+
+    @property
+    def _microbatches(self) -> slice:
+        first, last = (self.plan.microbatches_of(self.ranks[at].rank) for at in (0, -1))
+        return slice(first.start, last.stop)
+
     def expect(self, plan: Plan) -> None:
         """Take batches of another shape from now on: `plan` differs from the one at hand in nothing else."""
         self.plan = plan
@@ -60,19 +71,26 @@ class Ranks:
 
         Args:
             step: with the seed decides every random number.
-            inputs, targets: the batch, a tensor (samples, ...) or a nest of such; None where no local rank takes them.
+            inputs: a tensor (samples, ...) or a nest of such, of the `samples` that are local; None where no local rank
+                takes them.
+            targets: the same of the whole batch.
             loss_scale: what the gradients are multiplied by.
         """
         sizes = self.plan.microbatch_sizes
         return Microbatches(
             step=step,
             sizes=sizes,
-            inputs=None if inputs is None else split(inputs, sizes),
+            inputs=None if inputs is None else self._placed(split(inputs, sizes[self._microbatches])),
             targets=None if targets is None else split(targets, sizes),
             # nothing may count in a batch, padding alone: its sum is 0, and so shall its mean be
             weight=1.0 if targets is None else self._loss.weight(targets) or 1.0,
             loss_scale=loss_scale,
         )
+
+    def _placed(self, pieces: tuple[Nest, ...]) -> tuple[Nest, ...]:
+        """Where they belong among those of all replicas, whose own aren't here."""
+        before, after = self._microbatches.start, len(self.plan.microbatch_sizes) - self._microbatches.stop
+        return (*[None] * before, *pieces, *[None] * after)
 
     def parts(self, batch: Microbatches) -> list[Microbatches]:
         """For each rank what goes through its replica."""

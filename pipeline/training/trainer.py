@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 class Split(Protocol):
     """Batches by number: a pure function of the step, so that nothing has to be replayed to resume."""
 
-    def inputs(self, step: int) -> Nest:
+    def inputs(self, step: int, samples: slice = ..., /) -> Nest:
         """The whole batch's input, on the CPU: a tensor, or a nest of tensors whose first dimension is the samples."""
 
     def targets(self, step: int) -> Nest:
@@ -203,7 +203,7 @@ class Trainer:
         """The batch as the local ranks need it: stages that take no input load none."""
         self.ranks.enter(Activity.LOADING, index)
         part = None if self._data is None else self._data.validation if validation else self._data.train
-        inputs = part.inputs(index) if part is not None and self.ranks.holds_first else None
+        inputs = part.inputs(index, self.ranks.samples) if part is not None and self.ranks.holds_first else None
         targets = part.targets(index) if part is not None and self.ranks.holds_last else None
         return self.ranks.cut(index, inputs, targets, loss_scale=1.0 if validation else self._scale.value)
 

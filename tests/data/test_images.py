@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10
+from torchvision.datasets.folder import default_loader
 
 from data import image_folder as image_folder_module
 from data.cifar import MEAN, STANDARD_DEVIATION, cifar10
@@ -233,3 +234,23 @@ def test_broken_image_is_refused_by_name(folder: Path, raw: bytes | None) -> Non
     data = image_folder(path=str(folder), **BATCH, classes=3)
     with pytest.raises(ValueError, match=r"cannot decode .*lime/1.png: remove or replace this file"):
         data.validation.inputs(0)
+
+
+# A part of a batch, for a replica that takes no more
+
+
+def test_samples_of_a_batch_are_those_that_the_whole_batch_has(cifar: Path, folder: Path) -> None:
+    for data in (
+        cifar10(path=str(cifar), **BATCH),
+        image_folder(path=str(folder), **BATCH, classes=3, size=32),
+    ):
+        for split in (data.train, data.validation):
+            assert torch.equal(split.inputs(2, slice(1, 3)), split.inputs(2)[1:3])
+
+
+def test_only_the_images_that_are_wanted_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    load = default_loader
+    monkeypatch.setattr("data.image_folder.default_loader", lambda file: (opened.append(file), load(file))[1])
+    image_folder(path=str(folder), **BATCH, classes=3, size=32).train.inputs(0, slice(1, 3))
+    assert len(opened) == 2

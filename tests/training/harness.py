@@ -38,8 +38,8 @@ class Numbers:
 
     make: Callable[[int], tuple[Tensor, Tensor]]
 
-    def inputs(self, step: int) -> Tensor:
-        return self.make(step)[0]
+    def inputs(self, step: int, samples: slice = slice(None)) -> Tensor:
+        return self.make(step)[0][samples]
 
     def targets(self, step: int) -> Tensor:
         return self.make(step)[1]

@@ -315,3 +315,22 @@ def test_gradients_add_up_over_steps_without_an_optimizer():
     once = [parameter.grad.clone() for parameter in ranks.parameters()]
     ranks.train(batch)
     assert all(torch.equal(p.grad, 2 * first) for p, first in zip(ranks.parameters(), once, strict=True))
+
+
+def test_a_replica_loads_its_own_samples_and_the_targets_whose_weight_is_the_whole_batchs():
+    """Seven samples in four microbatches: 2 and 2 to the first replica, 2 and 1 to the second."""
+    run = prepare(settings_to_train("1f1b", 2, 2, 7, 1, dp=2), small_gpt(), text_data(7))
+    everything = run.trainer.ranks.ranks
+    loaded = {}
+    for rank in everything:
+        run.trainer.ranks.ranks = (rank,)
+        batch = run.trainer._batch(0)
+        (part,) = run.trainer.ranks.parts(batch)
+        loaded[rank.rank] = part
+        held = [None if piece is None else len(piece) for piece in batch.inputs or ()]
+        assert held == {0: [2, 2, None, None], 2: [None, None, 2, 1]}.get(rank.rank, [])
+    whole = text_data(7).train
+    assert torch.equal(torch.cat(loaded[2].inputs), whole.inputs(0)[4:])
+    assert torch.equal(torch.cat(loaded[1].targets), whole.targets(0)[:4])
+    assert [loaded[rank].weight for rank in (1, 3)] == [7 * 8] * 2
+    assert [loaded[rank].first for rank in range(4)] == [0, 0, 2, 2]
