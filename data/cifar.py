@@ -62,6 +62,11 @@ class CifarImages:
         """Classes, int64 (batch,)."""
         return torch.from_numpy(np.array(self._dataset.targets, dtype=np.int64)[self._order.indices(step)])
 
+    @property
+    def samples(self) -> int:
+        """Images in an epoch."""
+        return self._order.samples
+
     @cached_property
     def _dataset(self) -> CIFAR10:
         return _open(self.path, train=self.train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -25,6 +26,23 @@ class Split(Protocol):
         """Targets of a step, int64: (batch, context) next tokens, or (batch,) classes. Decodes no image."""
         ...
 
+    @property
+    def samples(self) -> int | None:
+        """How many there are, none twice in the batches up to there; None: they are drawn without end."""
+        ...
+
+
+class Codec(Protocol):
+    """Text as tokens, and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        ...
+
 
 @dataclass(frozen=True)
 class Data:
@@ -32,7 +50,7 @@ class Data:
 
     The training split shuffles anew each epoch; the validation split has one fixed order, whatever the seed.
     `units_per_sample` counts the loss's terms in a sample (tokens: the context; images: 1), `classes` what a target can
-    be (the vocabulary, or the number of image classes).
+    be (the vocabulary, or the number of image classes). `codec` is there where tokens are known to stand for text.
     """
 
     train: Split
@@ -40,6 +58,7 @@ class Data:
     kind: Literal["text", "images"]
     units_per_sample: int
     classes: int
+    codec: Codec | None = None
 
     @classmethod
     def of_images(cls, train: Split, validation: Split, classes: int) -> Data:

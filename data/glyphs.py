@@ -81,6 +81,11 @@ class Glyphs:
         draw = generator(self.seed, self.split, "class", step)
         return torch.from_numpy(draw.integers(len(CHARACTERS), size=self.batch_size))
 
+    @property
+    def samples(self) -> None:
+        """Without end."""
+        return None
+
     @cached_property
     def masks(self) -> Tensor:
         """Ink of every character in every font, float32 in 0..1, (fonts, characters, size, size)."""

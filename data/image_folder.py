@@ -78,6 +78,11 @@ class FolderImages:
         """Classes, int64 (batch,): positions in the sorted list of folders. Opens no image."""
         return torch.tensor([self._dataset.targets[index] for index in self._order.indices(step)], dtype=torch.int64)
 
+    @property
+    def samples(self) -> int:
+        """Images in an epoch."""
+        return self._order.samples
+
     @cached_property
     def _dataset(self) -> ImageFolder:
         return ImageFolder(str(self.folder))

@@ -55,6 +55,11 @@ class RandomTokens:
         """The next token at each position, int64 (batch, context)."""
         return self._tokens(step)[:, 1:]
 
+    @property
+    def samples(self) -> None:
+        """Without end."""
+        return None
+
     def _tokens(self, step: int) -> Tensor:
         batch, context = self.shape
         draw = generator(self.seed, self.split, "tokens", 0 if self.fixed else step)
@@ -79,6 +84,11 @@ class RandomImages:
         """Classes, int64 (batch,)."""
         draw = generator(self.seed, self.split, "classes", 0 if self.fixed else step)
         return torch.from_numpy(draw.integers(self.classes, size=self.shape[0]))
+
+    @property
+    def samples(self) -> None:
+        """Without end."""
+        return None
 
     @cached_property
     def _fixed_images(self) -> Tensor:

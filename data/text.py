@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 
@@ -56,7 +57,21 @@ def _data(train: Text, validation: Text, *, batch_size: int, seed: int, context:
         kind="text",
         units_per_sample=context,
         classes=BYTES,
+        codec=Bytes(),
     )
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Text as its UTF-8 bytes."""
+
+    def encode(self, text: str) -> list[int]:
+        """A number below 256 for each byte."""
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text; what is no UTF-8 becomes the replacement character."""
+        return bytes(tokens).decode(errors="replace")
 
 
 def _sources(package: str) -> list[Path]:

@@ -65,6 +65,11 @@ class Windows:
         """The next token at each position, int64 (batch, context)."""
         return self._gather(self._starts(step) + 1)
 
+    @property
+    def samples(self) -> int:
+        """Windows in an epoch."""
+        return self.order.samples
+
     def _starts(self, step: int) -> Indices:
         # What the windows leave over at the end is the room in which an epoch's cuts can shift.
         room = min(self.text.length - 1 - self.order.samples * self.context, self.context - 1)

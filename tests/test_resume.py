@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.command import Ran, shared, train
 
 STEPS = 4
+WORDS = "the quick brown fox jumps over the lazy dog\n" * 80
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,46 @@ def test_each_rank_wrote_its_own_layers(saved):
     assert held["model-00001-of-00002.safetensors"] == {"embedding", "block"}
     assert held["model-00002-of-00002.safetensors"] == {"block", "head"}
     assert manifest["config"]["choices"]["model"] == "gpt"
+
+
+def test_held_out_text_is_evaluated(saved, tmp_path):
+    """The last tenth of a file's 3520 bytes: 21 windows of 16 tokens, and the last of the batches of four has one."""
+    (tmp_path / "words.txt").write_text(WORDS)
+    text = ["data=text_file", "data.path=words.txt"]
+    ran = train(tmp_path, "task=evaluate", f"resume={saved.directory}", *text, "logger=none", "precision=fp64")
+    assert ran.status == 0, ran.err
+    summary = ran.summary
+    assert (summary["status"], summary["task"], summary["samples"], summary["steps_done"]) == (
+        "finished",
+        "evaluate",
+        21,
+        4,
+    )
+    assert summary["checkpoint"] == str(checkpoint(saved, STEPS))
+    assert math.log(summary["perplexity"]) == pytest.approx(summary["loss"])
+    assert ran.out.splitlines()[1:] == [
+        f"loss           {summary['loss']:.4f}",
+        f"perplexity     {summary['perplexity']:.4f}",
+    ]
+    assert not ran.file("metrics.jsonl").exists()
+
+
+def test_a_text_goes_on(saved, tmp_path):
+    """The same from two processes as from one."""
+    texts = []
+    for number, more in enumerate((["pp=2"], ["launch=in_process", "pp=1"])):
+        (folder := tmp_path / str(number)).mkdir()
+        prompt = ["prompt='def '", "max_new_tokens=20", "seed=1"]
+        ran = train(
+            folder, "task=generate", f"resume={saved.directory}", *prompt, *more, "logger=none", "precision=fp64"
+        )
+        assert ran.status == 0, ran.err
+        text = ran.file("generated.txt").read_text()
+        assert text.startswith("def ")
+        assert ran.summary["text"] == text
+        assert ran.out == f"{text}\n"
+        texts.append(text)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def boundaries(
     autocast: Autocast,
     kept: Collection[int] = (),
     crossing: torch.dtype | None = None,
+    training: bool = True,
 ) -> tuple[Boundary, ...]:
     """What each stage receives, and last what the last stage gives to the loss: one more than stages.
 
@@ -151,6 +152,7 @@ def boundaries(
         autocast: makes the context that the run's forward passes are under.
         kept: layers inside a stage whose input is kept as well, for a recomputation of a part of the stage.
         crossing: the dtype of floating-point tensors on their way to another rank; None: their own.
+        training: whether the layers normalize as in training, and stages keep their inputs.
 
     Raises:
         ValueError: a normalization would see a single value a channel, a layer refuses its input's shape or gives
@@ -160,7 +162,7 @@ def boundaries(
     edges = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
     starts, names = {*edges, *kept}, alive(layers)
     with torch.device("meta"):
-        modules = [layer.build().train() for layer in layers]
+        modules = [layer.build().train(training) for layer in layers]
     # a cumulative average asks for the number of batches so far, which a fake tensor doesn't have
     with FakeTensorMode(), torch.device(device), statistics_kept(modules):
         value, named = mapped(lambda spec: _empty(spec, dtype), inputs), dict[str, Nest]()
@@ -174,7 +176,7 @@ def boundaries(
                 output = _checked_forward(layer, module, value, *taken(layer, named))
             value, named = passed_on(layer, output, named, names[index + 1])
             received.append(carried(value, named))
-            if any(tensor._version != version for tensor, version in watched):
+            if training and any(tensor._version != version for tensor, version in watched):
                 raise ValueError(
                     f"layer {layer.name} overwrites what its stage received and keeps for the backward: use an "
                     "operation out of place, or a cut that leaves this layer inside a stage"

@@ -76,19 +76,21 @@ class StepState:
     receives: dict[Hashable, tuple[Receive, ...]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
 
-    def loss(self) -> Tensor | None:
-        """The batch's loss, summed in microbatch order; None where the last stage is elsewhere."""
-        if not self.losses:
-            return None
-        return torch.stack([self.losses[microbatch] for microbatch in sorted(self.losses)]).sum()
-
 
 @dataclass(frozen=True)
 class StepResult:
     """What a rank knows of a finished step."""
 
-    loss: Tensor | None
+    losses: Mapping[int, Tensor]
+    """By microbatch, what the last stage gave: its share of the loss, or what was read in its place."""
     trace: Trace
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The batch's loss, summed in microbatch order; None where the last stage is elsewhere."""
+        if not self.losses:
+            return None
+        return torch.stack([self.losses[microbatch] for microbatch in sorted(self.losses)]).sum()
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -188,7 +190,7 @@ class Executor:
         while not self._transport.finish_step():
             yield action
         self.completed += 1
-        return StepResult(state.loss(), state.trace)
+        return StepResult(state.losses, state.trace)
 
     def _run(self, action: Action, state: StepState, awaited: Mapping[Hashable, tuple[Receive, ...]]) -> None:
         if not action.type.is_compute:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -161,6 +162,14 @@ class Stage:
             yield
         finally:
             self._at_once.taken = False
+
+    def reading(self, read: Callable[[Nest, Nest], Tensor]) -> Stage:
+        """The same layers with `read` in the place of the loss, where there is one."""
+        if self.loss is None:
+            return self
+        stage = copy.copy(self)
+        stage.loss = read
+        return stage
 
     def train(self, mode: bool) -> None:
         """Switch every layer between training and evaluation."""

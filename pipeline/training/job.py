@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -28,7 +29,8 @@ from pipeline.training.launch import launch
 from pipeline.training.placement import place
 from pipeline.training.plan import Plan
 from pipeline.training.rank import Rank
-from pipeline.training.recorder import Recorder, RunFacts
+from pipeline.training.ranks import Ranks
+from pipeline.training.recorder import RunFacts, Status
 from pipeline.training.saving import Saving
 from pipeline.training.settings import Settings
 from pipeline.training.signals import sigterm_raises
@@ -42,6 +44,45 @@ _log = logging.getLogger(__name__)
 Report = Callable[[object], None]
 Builders = tuple[Callable[[], Model], Callable[[], Data]]
 """What makes the model, and what opens the data."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks of a process, and what they need for a job's work."""
+
+    job: Job
+    model: Model
+    ranks: Ranks
+    report: Report
+    """Takes messages; to be called where rank 0 is."""
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+        return self.ranks.group
+
+    def open_data(self) -> Data | None:
+        """The data; None where neither the first nor the last stage is local."""
+        return self.job.build_data() if self.ranks.holds_first or self.ranks.holds_last else None
+
+
+def train_model(team: Team) -> None:
+    """The work of training."""
+    job = team.job
+    trainer = Trainer(
+        job.settings,
+        job.plan,
+        team.ranks.ranks,
+        team.model.loss,
+        team.open_data(),
+        team.group,
+        validation_batches=job.validation_batches,
+        shared_memory=job.devices.shared,
+        report=team.report,
+        saved=job.saved,
+        resumed=job.resumed,
+    )
+    trainer.train()
 
 
 @dataclass(frozen=True)
@@ -65,6 +106,8 @@ class Job:
     """Where checkpoints go; None: nowhere."""
     resumed: Checkpoint | None = None
     """A checkpoint to go on from; None: from the start."""
+    work: Callable[[Team], None] = train_model
+    """What the ranks do. Picklable."""
 
     def facts(self, model: str, config: Mapping[str, object]) -> RunFacts:
         """What the record of this run begins with; `model` and `config` are the user's words for it."""
@@ -110,7 +153,20 @@ def check_launch(settings: Settings) -> None:
         )
 
 
-def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
+class Record(Protocol):
+    """Writes a run down."""
+
+    def start(self) -> None:
+        """Called once, before the ranks start."""
+
+    def __call__(self, message: object) -> None:
+        """Take a rank's message."""
+
+    def finish(self, status: Status, error: str | None = None, *, steps_done: int | None = None) -> object:
+        """Called once, at any kind of end."""
+
+
+def train(job: Job, recorder: Record | None, log_file: Path) -> None:
     """Run the job to its end and record it.
 
     Args:
@@ -136,7 +192,7 @@ def train(job: Job, recorder: Recorder | None, log_file: Path) -> None:
                 _record(recorder, shared, partial(_train_in_processes, job, shared, log_file))
 
 
-def _record(recorder: Recorder | None, board: Board, run: Callable[[Report], None]) -> None:
+def _record(recorder: Record | None, board: Board, run: Callable[[Report], None]) -> None:
     """Run with what takes the messages, and record how it ends.
 
     No context manager: a signal that raises while Python leaves one can skip what it does on leaving.
@@ -241,18 +297,4 @@ def _build_and_train(
         Rank(number, job.plan, model, placement, transport, settings.optimizer, marker, add=partial(group.add, number))
         for number, marker in markers.items()
     ]
-    ends = any(rank.holds_first or rank.holds_last for rank in ranks)
-    trainer = Trainer(
-        settings,
-        job.plan,
-        ranks,
-        model.loss,
-        job.build_data() if ends else None,
-        group,
-        validation_batches=job.validation_batches,
-        shared_memory=job.devices.shared,
-        report=report,
-        saved=job.saved,
-        resumed=job.resumed,
-    )
-    trainer.train()
+    job.work(Team(job, model, Ranks(job.plan, ranks, model.loss, group), report))

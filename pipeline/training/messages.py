@@ -93,4 +93,21 @@ class Finished:
     skipped_steps: int = 0
 
 
-Message = StepMetrics | ValidationMetrics | RankReport | Prediction | Finished
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What the held-out samples say: means over all of them, by name."""
+
+    samples: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """The tokens that follow a prompt."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+
+
+Message = StepMetrics | ValidationMetrics | RankReport | Prediction | Finished | Evaluated | Generated

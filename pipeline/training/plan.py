@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -216,6 +216,31 @@ def for_batch(plan: Plan, settings: Settings, model: Model, inputs: SpecNest, de
     )
 
 
+def for_inference(
+    plan: Plan,
+    settings: Settings,
+    model: Model,
+    inputs: SpecNest,
+    device: torch.device,
+    *,
+    microbatches: int,
+    sizes: Collection[int],
+) -> Plan:
+    """`plan` for forward passes alone.
+
+    Args:
+        microbatches: under way at a time.
+        sizes: the samples that one of them may have.
+        inputs, device: as `make_plan` takes them.
+    """
+    program = lower(forward_only(plan.schedule.stage_to_rank, microbatches), prefetch=settings.prefetch)
+    validate(program)
+    cut_there = {
+        size: _boundaries(settings, model, plan.counts, inputs, size, device, training=False) for size in sorted(sizes)
+    }
+    return replace(plan, program=program, evaluation=program, boundaries=cut_there, microbatch_sizes=tuple(sizes))
+
+
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
     """Samples in each microbatch, as `torch.tensor_split` makes them: sizes differ by at most one, larger first."""
     return tuple(len(piece) for piece in torch.empty(batch_size).tensor_split(microbatches))
@@ -247,7 +272,14 @@ def cut(settings: Settings, layers: Sequence[LayerSize], stages: int) -> tuple[i
 
 
 def _boundaries(
-    settings: Settings, model: Model, counts: Sequence[int], inputs: SpecNest, size: int, device: torch.device
+    settings: Settings,
+    model: Model,
+    counts: Sequence[int],
+    inputs: SpecNest,
+    size: int,
+    device: torch.device,
+    *,
+    training: bool = True,
 ) -> tuple[Boundary, ...]:
     part = recomputed_part(settings.activation_checkpoint)
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
@@ -260,6 +292,7 @@ def _boundaries(
         autocast=autocast(settings.precision, device.type),
         kept=[start + one.layers.start for start, n in zip(starts, counts, strict=True) for one in part.segments(n)],
         crossing=crossing_dtype(settings.precision),
+        training=training,
     )
 
 

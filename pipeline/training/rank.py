@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from pipeline.engine.activations import ActivationMeter
 from pipeline.engine.executor import Executor, Microbatches, nothing_to_reduce
 from pipeline.engine.materialize import MakeLayer, materialize
 from pipeline.engine.model import Model
+from pipeline.engine.nest import Nest
 from pipeline.engine.reduction import Add
 from pipeline.engine.rehearsal import Silence, rehearse
 from pipeline.engine.stage import Placement, Stage
@@ -51,6 +52,7 @@ class Rank:
         self.placement = placement
         self.stages = {stage: _stage(stage, plan, model, placement, make_layer) for stage in plan.stages_of(rank)}
         _tie(self.stages, plan.tied)
+        self._transport = transport
         self.marker = marker or Board.in_memory(1).marker(0)
         self.parameters = {name: p for stage in self.stages.values() for name, p in stage.named_parameters()}
         self._unique = list({id(parameter): parameter for parameter in self.parameters.values()}.values())
@@ -59,10 +61,19 @@ class Rank:
         self.replicated = None if add is None or plan.dp == 1 else Replicated(rank, plan, self.stages, add)
         reduce = None if self.replicated is None else self.replicated.reducer.start
         self.trainer = Executor(rank, plan.program, self.stages, plan.boundaries, transport, self.marker, reduce)
-        self.evaluator = Executor(rank, plan.evaluation, self.stages, plan.boundaries, transport, self.marker)
-        self.evaluator.clock = None  # what a validation's actions take is nobody's question
+        self.evaluator = self._forward_alone(self.stages)
         moved = [self.masters.of(parameter) for parameter in self._unique]
         self.optimizer = None if optimizer is None else build_optimizer(optimizer, moved)
+
+    def reader(self, read: Callable[[Nest, Nest], Tensor]) -> Executor:
+        """Runs the evaluation's program, with `read(outputs, targets)` in the place of the loss."""
+        return self._forward_alone({index: stage.reading(read) for index, stage in self.stages.items()})
+
+    def _forward_alone(self, stages: Mapping[int, Stage]) -> Executor:
+        plan = self.plan
+        executor = Executor(self.rank, plan.evaluation, stages, plan.boundaries, self._transport, self.marker)
+        executor.clock = None  # what a validation's actions take is nobody's question
+        return executor
 
     @property
     def holds_first(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +75,13 @@ def load(checkpoint: Checkpoint, rank: Rank, *, optimizer: bool) -> None:
         parameters = _trained(rank)
         names = [name for name in checkpoint.optimizer if name.partition("/")[2] in parameters]
         load_state(rank.optimizer, parameters, dict(checkpoint.read("optimizer", names)))
+
+
+def load_weights(checkpoint: Checkpoint | None, ranks: Iterable[Rank]) -> None:
+    """Give ranks a checkpoint's weights and buffers; without one they stay as they were drawn."""
+    if checkpoint is not None:
+        for rank in ranks:
+            load(checkpoint, rank, optimizer=False)
 
 
 def check_fits(checkpoint: Checkpoint, model: Model) -> None:

@@ -173,7 +173,9 @@ class Settings:
     """Everything a run needs besides its model and its data."""
 
     task: str = described(
-        "train", "train, plan (what a schedule takes, without training), profile (time the layers) or export (weights)"
+        "train",
+        "train, evaluate (held-out data), generate (a text), plan (a schedule, untrained), profile (time the layers), "
+        "export (weights)",
     )
     launch: str = described("processes", "processes (a process a rank) or in_process (all ranks in one, for debugging)")
     device: str = described("auto", "auto (GPUs if there is one a rank), cpu or cuda")
@@ -202,6 +204,12 @@ class Settings:
     export: str | None = described(
         None, "task=export: the file, .safetensors, .pt or .pth, with its source's names; a GPT's are Hugging Face's"
     )
+    prompt: str = described("def ", "task=generate: what the text begins with")
+    max_new_tokens: int = described(200, "task=generate: how many tokens follow")
+    temperature: float = described(
+        0.8, "task=generate: below 1 likely tokens are likelier still; 0: only the likeliest"
+    )
+    top_k: int | None = described(None, "task=generate: choose among so many of the likeliest; null: among all")
     schedule: ScheduleSettings = described(ScheduleSettings, "schedule")
     partition: PartitionSettings = described(PartitionSettings, "partition")
     precision: PrecisionSettings = described(PrecisionSettings, "precision")
@@ -252,6 +260,10 @@ class Settings:
         for name, words in _WORDS.items():
             self._check_word(name, words)
         self.precision.check()
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature:g} is out of range: use 0 (the likeliest token) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} is too small: use 1 or more, or null for all tokens")
         self._check_optimizer()
         self.activation_checkpoint.check()
         if self.compile and self.activation_checkpoint.keeps_costly:
@@ -308,10 +320,11 @@ _LOWEST = {
     "validate_every": 0,
     "save_every": 0,
     "keep_checkpoints": 1,
+    "max_new_tokens": 1,
 }
 
 _WORDS: dict[str, tuple[str | None, ...]] = {
-    "task": ("train", "plan", "profile", "export"),
+    "task": ("train", "evaluate", "generate", "plan", "profile", "export"),
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
     "transport": ("auto", "gloo"),

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from pipeline.training.checkpoint import FOLDER
 from pipeline.training.export_task import Writer, export
-from pipeline.training.job import Builders, Job, train
+from pipeline.training.job import Builders, Job, Record, train
 from pipeline.training.plan_text import print_plan
 from pipeline.training.planning import plan
-from pipeline.training.preparation import prepare
+from pipeline.training.preparation import prepare, prepare_evaluation, prepare_generation
 from pipeline.training.profile_task import profile
 from pipeline.training.progress import ProgressLine
 from pipeline.training.recorder import Recorder, Sink
+from pipeline.training.results import Results, show_metrics, show_text
 from pipeline.training.saving import Saving
 from pipeline.training.settings import Settings
 from pipeline.training.wandb_logger import WandbLogger
@@ -56,7 +57,7 @@ Task = Callable[[Order], Run]
 def _train(order: Order) -> Run:
     job = prepare(order.settings, order.builders(), order.validation_batches)
     job = replace(job, saved=_saving(order))
-    return partial(_train_job, job, _recorder(order, job) if order.records else None, order.directory)
+    return partial(_run_job, job, _recorder(order, job) if order.records else None, order.directory)
 
 
 def _saving(order: Order) -> Saving | None:
@@ -67,7 +68,7 @@ def _saving(order: Order) -> Saving | None:
     return Saving(folder, settings.save_every, settings.keep_checkpoints, order.config() if order.records else {})
 
 
-def _train_job(job: Job, recorder: Recorder | None, directory: Path) -> None:
+def _run_job(job: Job, recorder: Record | None, directory: Path) -> None:
     try:
         train(job, recorder, directory / "train.log")
     except (KeyboardInterrupt, SystemExit) as stop:  # Ctrl-C or SIGTERM: no error of the job, and it ends a sweep
@@ -100,8 +101,43 @@ def _export(order: Order) -> Run:
     return _nothing_more
 
 
+def _evaluate(order: Order) -> Run:
+    job = prepare_evaluation(order.settings, order.builders(), order.validation_batches)
+    results = Results(order.directory, _facts(order, job), show_metrics) if order.records else None
+    return partial(_run_job, job, results, order.directory)
+
+
+def _generate(order: Order) -> Run:
+    job, codec = prepare_generation(order.settings, order.builders())
+    show = partial(show_text, codec, order.settings.prompt, order.directory)
+    return partial(
+        _run_job, job, Results(order.directory, _facts(order, job), show) if order.records else None, order.directory
+    )
+
+
+def _facts(order: Order, job: Job) -> Mapping[str, object]:
+    """What the summary of a run that trains nothing begins with."""
+    settings, resumed = order.settings, job.resumed
+    return {
+        "task": settings.task,
+        "schedule": settings.schedule.name,
+        "model": order.model,
+        "pp": settings.pp,
+        "parameters": job.plan.parameters,
+        "checkpoint": None if resumed is None else resumed.path,
+        "steps_done": 0 if resumed is None else resumed.progress.step,
+    }
+
+
 def _nothing_more() -> None:
     """A plan, a profile or an export is made of bad input or it is done: there is nothing left to run."""
 
 
-TASKS: Mapping[str, Task] = {"train": _train, "plan": _plan, "profile": _profile, "export": _export}
+TASKS: Mapping[str, Task] = {
+    "train": _train,
+    "plan": _plan,
+    "profile": _profile,
+    "evaluate": _evaluate,
+    "generate": _generate,
+    "export": _export,
+}

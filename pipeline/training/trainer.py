@@ -30,8 +30,22 @@ from pipeline.training.settings import Settings
 _log = logging.getLogger(__name__)
 
 
+class Codec(Protocol):
+    """Text as tokens, and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+
+
 class Split(Protocol):
     """Batches by number: a pure function of the step, so that nothing has to be replayed to resume."""
+
+    @property
+    def samples(self) -> int | None:
+        """How many there are, none twice in the batches up to there; None: they are drawn without end."""
 
     def inputs(self, step: int, samples: slice = ..., /) -> Nest:
         """The whole batch's input, on the CPU: a tensor, or a nest of tensors whose first dimension is the samples."""
@@ -62,6 +76,10 @@ class Data(Protocol):
     @property
     def classes(self) -> int:
         """What a target can be: the vocabulary, or the number of image classes."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """What the tokens stand for, where that is known."""
 
 
 class Trainer:

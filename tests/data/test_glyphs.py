@@ -29,6 +29,7 @@ def test_batches_are_pure_normalized_and_labelled() -> None:
     assert targets.dtype == torch.int64
     assert set(torch.cat([one.train.targets(step) for step in range(10)]).tolist()) == set(range(36))
     assert torch.equal(torch.get_rng_state(), state)
+    assert one.validation.samples is None, "they never end"
     assert (one.kind, one.classes, one.units_per_sample) == ("images", 36, 1)
 
 

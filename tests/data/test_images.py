@@ -64,6 +64,7 @@ def test_cifar_validation_gives_each_image_with_its_class(cifar: Path) -> None:
     for image, target in zip(images, targets.tolist(), strict=True):
         torch.testing.assert_close(image, normalize(pixels[labels.index(target)]))
     assert torch.equal(images, data.validation.inputs(1))
+    assert (data.train.samples, data.validation.samples) == (50, 10)
     assert (data.kind, data.classes, data.units_per_sample) == ("images", 10, 1)
 
 
@@ -146,6 +147,7 @@ def test_folder_images_have_their_class_and_size(folder: Path) -> None:
         assert targets.dtype == torch.int64
         assert torch.equal(images.mean(dim=(2, 3)).argmax(1), targets)
     assert sorted(data.validation.targets(0).tolist()) == [0, 0, 1, 1, 2, 2]
+    assert (data.train.samples, data.validation.samples) == (12, 6)
     assert (data.kind, data.classes, data.units_per_sample) == ("images", 3, 1)
 
 

@@ -37,6 +37,7 @@ def test_shapes_and_types() -> None:
     assert images.train.inputs(0).shape == (3, 3, 8, 8)
     assert images.train.inputs(0).dtype == torch.float32
     assert images.train.targets(0).shape == (3,)
+    assert text.validation.samples is images.validation.samples is None, "they never end"
     assert (text.kind, text.units_per_sample, text.classes) == ("text", 5, 1000)
     assert (images.kind, images.units_per_sample, images.classes) == ("images", 1, 1000)
 

@@ -95,7 +95,7 @@ def test_seed_moves_training_and_leaves_validation(letters: Path) -> None:
 
 def test_an_epoch_covers_the_text_without_overlap_and_shifts_in_the_next(letters: Path) -> None:
     split = text_file(path=str(letters), batch_size=1, seed=0, context=16, validation_fraction=0.5).train
-    windows = split.order.samples
+    windows = split.samples
     assert windows == (1000 - 16) // 16
     starts = [sorted(int(split._starts(e * windows + step)[0]) for step in range(windows)) for e in range(4)]
     assert all(set(np.diff(epoch)) == {16} for epoch in starts)
@@ -156,6 +156,14 @@ def test_folder_without_a_match_and_empty_file_are_refused(tmp_path: Path) -> No
         text_file(path=str(tmp_path), **SIZES)
 
 
+def test_bytes_stand_for_text(letters: Path) -> None:
+    codec = text_file(path=str(letters), **SIZES).codec
+    assert codec is not None
+    assert codec.encode("a\u00e9") == [97, 0xC3, 0xA9]
+    assert codec.decode([97, 0xC3, 0xA9]) == "a\u00e9"
+    assert codec.decode([97, 0xC3]) == "a\ufffd", "half a character"
+
+
 def test_token_files_in_nanogpts_form(tmp_path: Path) -> None:
     path = write_tokens(tmp_path, np.arange(3000, dtype=np.uint16), np.arange(100, dtype=np.uint16))
     data = tokens(path=path, **SIZES, vocabulary=3000)
@@ -163,6 +171,7 @@ def test_token_files_in_nanogpts_form(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([data.train.targets(step) for step in range(50)]), inputs + 1)
     assert inputs.max() > 2900
     assert data.classes == 3000
+    assert data.codec is None, "only their writer knows what they stand for"
     assert data.validation.inputs(0).max() < 100
 
 
