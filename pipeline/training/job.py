@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from pipeline.engine.model import Model
 from pipeline.engine.standing import Activity, Board, Marker, SharedBoard
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.training import rendezvous
-from pipeline.training.agreement import check_same_plan
 from pipeline.training.allocator import keep_freed_memory
 from pipeline.training.checkpoint import Checkpoint
+from pipeline.training.connection import connect, own_device
 from pipeline.training.determinism import deterministic
 from pipeline.training.devices import Devices
 from pipeline.training.failures import RankFailure
-from pipeline.training.group import DistributedGroup, Group, LocalGroup
+from pipeline.training.group import Group, LocalGroup
 from pipeline.training.launch import launch
 from pipeline.training.placement import place
 from pipeline.training.plan import Plan
@@ -35,7 +34,6 @@ from pipeline.training.saving import Saving
 from pipeline.training.settings import Settings
 from pipeline.training.signals import sigterm_raises
 from pipeline.training.trainer import Data, Trainer
-from pipeline.training.transports import open_transport
 from pipeline.training.verdict import as_one_failure
 from pipeline.training.watch import Watch
 
@@ -244,27 +242,12 @@ def _train_on_board(payload: tuple[Job, str], report: Report) -> None:
 def _train_here(job: Job, marker: Marker, report: Report) -> None:
     """One rank of several processes."""
     settings, number = job.settings, rendezvous.rank()
-    device = job.devices.of(int(os.environ.get("LOCAL_RANK", number)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = own_device(job.devices)
     marker.enter(Activity.CONNECTING)
-    backend = job.devices.backend
     try:
         with marker.waiting():
             rendezvous.join(settings.timeout)
-            group = DistributedGroup(
-                number,
-                settings.ranks,
-                dp=settings.dp,
-                tied=list(job.plan.tied_ranks().values()),
-                backend=backend,
-                timeout=settings.timeout,
-                marker=marker,
-            )
-            check_same_plan(job.plan, group)
-            transport = open_transport(
-                job.plan, group, device, backend=backend, timeout=settings.timeout, choice=settings.transport
-            )
+            group, transport = connect(settings, job.plan, device, job.devices.backend, marker)
         marker.enter(Activity.STARTING)
         _train_ranks(job, {number: marker}, device, transport, group, report)
     finally:

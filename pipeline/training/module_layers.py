@@ -117,7 +117,7 @@ def _sequence(sequence: nn.Sequential) -> Iterator[ModuleLayer]:
     run: OrderedDict[str, nn.Module] = OrderedDict()
     # named_children would leave out a module that stands in a second place
     for name, module in _named(sequence._modules.items()):
-        if run and _learns(module) and any(map(_learns, run.values())):
+        if run and ((_learns(module) and any(map(_learns, run.values()))) or _by_name(module, *run.values())):
             yield _joined(run)
             run = OrderedDict()
         run[name] = module
@@ -130,6 +130,11 @@ def _joined(run: Mapping[str, nn.Module]) -> ModuleLayer:
     if len(run) == 1:
         return ModuleLayer(name, module, f"{name}.")
     return ModuleLayer(name, nn.Sequential(OrderedDict(run)), "")
+
+
+def _by_name(*modules: nn.Module) -> bool:
+    """Whether one takes or gives values by name: such a module is a layer of its own."""
+    return any(getattr(module, way, ()) for module in modules for way in ("takes", "gives"))
 
 
 def _learns(module: nn.Module) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.engine.boundary import in_words, specs_of
-from pipeline.engine.nest import Nest, flat
+from pipeline.engine.executor import Microbatches
+from pipeline.engine.nest import Nest, flat, mapped
 from pipeline.engine.seeding import generator_state, set_generator_state
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.schedule.library import options_of
 from pipeline.schedule.schedule import Schedule
 from pipeline.training import rendezvous
-from pipeline.training.agreement import check_same_plan
+from pipeline.training.connection import connect, own_device
 from pipeline.training.devices import choose_devices
-from pipeline.training.group import DistributedGroup, Group, LocalGroup
+from pipeline.training.group import Group, LocalGroup
 from pipeline.training.losses import as_sum
 from pipeline.training.module_layers import ModuleLayer, Modules, let_go, of_modules, own_module
 from pipeline.training.placement import place
@@ -36,7 +37,6 @@ from pipeline.training.settings import (
     ScheduleSettings,
     Settings,
 )
-from pipeline.training.transports import open_transport
 
 _KEPT_PLANS = 128
 """Shapes of batches that are planned once: more are planned again when they come back."""
@@ -57,11 +57,12 @@ class Pipeline:
             with takes=("skip",), any number of layers later, is called with (value, skip).
         loss: of (outputs, targets); `losses.as_sum` says how it becomes the mean over the whole batch.
         schedule: a name of `pipeline.schedule.library`, or a schedule of your own.
-        pp: pipeline ranks; under a launcher the number of its processes.
-        microbatches: pieces that a batch is cut into; their sizes differ by at most one.
+        pp: pipeline ranks; under a launcher the number of its processes, if there is one replica.
+        microbatches: pieces that a batch is cut into, for each replica; their sizes differ by at most one.
         activation_checkpoint: never, except_last, always or selective; or the settings of any.
         partition: uniform (equal layers), parameters (the largest stage as small as can be), or how many layers each
             stage holds.
+        dp: replicas of the pipeline, each on pp processes of a launcher, that share every batch.
         stages_per_rank: where the schedule leaves the choice; None: two there.
         autocast: the dtype that forward passes compute in, torch.bfloat16; None: the parameters'.
         batch_norm: microbatch or deferred: when BatchNorm's averages move, at each microbatch or once a step.
@@ -85,6 +86,7 @@ class Pipeline:
         microbatches: int = 8,
         activation_checkpoint: str | ActivationCheckpointSettings = "never",
         partition: str | list[int] = "uniform",
+        dp: int = 1,
         stages_per_rank: int | None = None,
         autocast: torch.dtype | None = None,
         batch_norm: str = "microbatch",
@@ -110,7 +112,8 @@ class Pipeline:
             seed=seed,
             pp=pp,
             microbatches=microbatches,
-            batch_size=microbatches,
+            dp=dp,
+            batch_size=dp * microbatches,
             batch_norm=batch_norm,
             prefetch=prefetch,
             timeout=timeout,
@@ -124,10 +127,11 @@ class Pipeline:
         self._settings.check()
         self._draft = draft_plan(self._settings, self._model, schedule=written)
         self._plans: dict[object, Plan] = {}
-        self._group, self._device, self._backend = self._join()
+        self._group, self._device, self._transport = self._join()
         if isinstance(loss, nn.Module):
             loss.to(self._device)
         self._own = self._own_layers()
+        self._check_copies()
         self._ranks: Ranks | None = self._open()
         self.steps = 0
         """Steps done. With the seed they decide what dropout draws: set it when training goes on from a checkpoint."""
@@ -202,7 +206,7 @@ class Pipeline:
                 finds everything else in order.
         """
         with self._running(inputs, targets, "step") as ranks:
-            loss = ranks.mean_loss(ranks.train(ranks.cut(self.steps, inputs, targets)))
+            loss = ranks.mean_loss(ranks.train(self._cut(ranks, inputs, targets)))
         self.steps += 1
         return self._scalar(loss)
 
@@ -213,7 +217,7 @@ class Pipeline:
             As `step` does.
         """
         with self._running(inputs, targets, "evaluate") as ranks:
-            loss = ranks.mean_loss(ranks.evaluate(ranks.cut(self.steps, inputs, targets)))
+            loss = ranks.mean_loss(ranks.evaluate(self._cut(ranks, inputs, targets)))
         return self._scalar(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -229,51 +233,74 @@ class Pipeline:
 
     # How it comes to run
 
-    def _join(self) -> tuple[Group, torch.device, str]:
-        """The ranks' group, this process's device, and what carries messages."""
-        settings, pp = self._settings, self._settings.pp
+    def _join(self) -> tuple[Group, torch.device, Transport | None]:
+        """The ranks' group, this process's device, and what carries messages; None where they stay in this process."""
+        settings = self._settings
         if not rendezvous.is_launched():
+            if settings.dp > 1:
+                raise ValueError(
+                    f"dp={settings.dp} replicas in one process would only take turns: use dp=1, or torchrun"
+                )
             device = _place(self._model.layers) if settings.device == "auto" else choose_devices(settings).of(0)
-            return LocalGroup(pp), device, "gloo"
+            return LocalGroup(settings.pp), device, None
         started = rendezvous.world_size()
-        if started != pp:
-            raise ValueError(f"the launcher started {started} processes and pp={pp}: use pp={started}")
-        devices, number = choose_devices(settings), rendezvous.rank()
-        device = devices.of(int(os.environ.get("LOCAL_RANK", number)))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if started != settings.ranks:
+            raise ValueError(
+                f"the launcher started {started} processes, and pp={settings.pp} with dp={settings.dp} takes "
+                f"{settings.ranks}: let it start as many, or use pp={started}"
+            )
+        devices = choose_devices(settings)
+        device = own_device(devices)
         if not dist.is_initialized():
             rendezvous.join(settings.timeout)
             atexit.register(rendezvous.leave)
-        tied = list(self._draft.tied_ranks().values())
-        group = DistributedGroup(number, pp, tied=tied, backend=devices.backend, timeout=settings.timeout)
-        check_same_plan(self._draft, group)
-        return group, device, devices.backend
+        group, transport = connect(settings, self._draft, device, devices.backend)
+        return group, device, transport
 
     def _own_layers(self) -> list[ModuleLayer]:
         plan = self._draft
-        stages = sorted(stage for rank in self._group.local for stage in plan.schedule.stages_of(rank))
+        stages = sorted(stage for rank in self._group.local for stage in plan.stages_of(rank))
         indices = [index for stage in stages for index in plan.layers_of(stage)]
         own = [self._model.layers[index] for index in indices]
         let_go([layer for index, layer in enumerate(self._model.layers) if index not in indices], own)
         return own
 
+    def _check_copies(self) -> None:
+        """Refuse copies of a parameter that begin with different values, which would never become one."""
+        if len(self._group.local) == self._group.size:
+            return
+        tied = self._draft.tied
+        shared = {*tied.values()} if self._settings.dp == 1 else {tied.get(name, name) for name in self.state_dict()}
+        mine = {tied.get(name, name): tensor for name, tensor in self.state_dict().items()}
+        found = self._group.gather([{name: _checksum(mine[name]) for name in sorted(shared & mine.keys())}])
+        for rank, checksums in enumerate(found):
+            for name, checksum in checksums.items():
+                first = next(others[name] for others in found if name in others)
+                if checksum != first:
+                    raise ValueError(
+                        f"{name} has other values on rank {rank} than on another rank that holds it: build the same "
+                        "model in every process, after torch.manual_seed(0), say"
+                    )
+
     def _open(self) -> Ranks:
         where = place(self._settings, self._device)
-        transport = self._transport()
+        transport = self._transport or InProcessTransport()
         ranks = [
-            Rank(number, self._draft, self._model, where, transport, None, make_layer=own_module)
+            Rank(
+                number,
+                self._draft,
+                self._model,
+                where,
+                transport,
+                None,
+                make_layer=own_module,
+                add=partial(self._group.add, number),
+            )
             for number in self._group.local
         ]
         for rank in ranks:
             rank.trainer.clock = None  # nobody asks what an action took
         return Ranks(self._draft, ranks, self._model.loss, self._group)
-
-    def _transport(self) -> Transport:
-        if not rendezvous.is_launched():
-            return InProcessTransport()
-        timeout = self._settings.timeout
-        return open_transport(self._draft, self._group, self._device, backend=self._backend, timeout=timeout)
 
     # A step
 
@@ -292,6 +319,9 @@ class Pipeline:
         finally:
             set_generator_state(self._device, random)
 
+    def _cut(self, ranks: Ranks, inputs: Nest, targets: Nest) -> Microbatches:
+        return ranks.cut(self.steps, mapped(lambda tensor: tensor[ranks.samples], inputs), targets)
+
     def _in_order(self) -> Ranks:
         if self._ranks is None:
             if rendezvous.is_launched():
@@ -303,13 +333,13 @@ class Pipeline:
 
     def _check(self, inputs: Nest, targets: Nest) -> None:
         found, told = _samples("inputs", inputs), _samples("targets", targets)
-        microbatches = self._settings.microbatches
+        microbatches = self._settings.batch_size
         if told != found:
             raise ValueError(f"the batch has {found} inputs and {told} targets: give a target for each sample")
         if found < microbatches:
             raise ValueError(
                 f"the batch has {found} samples and the pipeline {microbatches} microbatches: use a larger batch, or "
-                f"microbatches={found or 1}"
+                f"microbatches={max(1, found // self._settings.dp)}"
             )
         if torch.is_autocast_enabled(self._device.type):
             raise ValueError(
@@ -371,6 +401,10 @@ def _place(layers: tuple[ModuleLayer, ...]) -> torch.device:
         names = ", ".join(sorted(map(str, found)))
         raise ValueError(f"the model is on {names}: move all of it to one device, such as model.to('cpu')")
     return found.pop() if found else torch.get_default_device()
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _word(dtype: torch.dtype | None) -> Any:

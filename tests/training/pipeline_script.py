@@ -36,9 +36,9 @@ class Breaks(nn.Linear):
         return super().forward(x)
 
 
-def model() -> dict[str, nn.Module]:
+def model(seed: int = 5) -> dict[str, nn.Module]:
     """A tied pair at both ends, dropout, a frozen layer."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     first, last = Embedding(WORDS, 8), Breaks(8, WORDS)
     last.weight = first.weight
     middle = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)).requires_grad_(False)
@@ -49,15 +49,17 @@ def model() -> dict[str, nn.Module]:
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
     """Of other sizes and lengths each; in the third nothing but padding in two microbatches."""
     torch.manual_seed(6)
-    for samples, length in ((8, 3), (7, 3), (9, 700), (4, 2), (8, 3)):
+    for samples, length in ((8, 3), (7, 3), (9, 9000), (4, 2), (8, 3)):
         targets = torch.randint(WORDS, (samples,))
         targets[: samples // 2] = -100
         yield torch.randint(WORDS, (samples, length)), targets
 
 
-def train() -> tuple[Pipeline, dict[str, Any]]:
+def train(pp: int = 2, dp: int = 1) -> tuple[Pipeline, dict[str, Any]]:
     """The pipeline, and what came of it."""
-    pipe = Pipeline(model(), F.cross_entropy, schedule="1f1b", pp=2, microbatches=MICROBATCHES, timeout=60)
+    pipe = Pipeline(
+        model(), F.cross_entropy, schedule="1f1b", pp=pp, dp=dp, microbatches=MICROBATCHES // dp, timeout=60
+    )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
     losses, norms = [], []
     for inputs, targets in batches():
@@ -70,9 +72,14 @@ def train() -> tuple[Pipeline, dict[str, Any]]:
 
 
 def main(directory: Path) -> None:
-    """Train; then be given another batch than the other process; then break on rank 1."""
+    """Train; then in two replicas; then be given other weights or another batch than the other process; then break."""
     pipe, found = train()
     rank = torch.distributed.get_rank()
+    found["replicas"] = train(pp=1, dp=2)[1]
+    try:
+        Pipeline(model(seed=rank), F.cross_entropy)
+    except ValueError as error:
+        found["other weights"] = str(error)
     found["elsewhere"] = {p.device.type for layer in pipe._model.layers for p in layer.module.parameters()}
     inputs, targets = next(batches())
     try:

@@ -30,6 +30,18 @@ def test_a_layer_begins_where_there_are_parameters():
     assert layers[1].module is sequence[4]
 
 
+def test_a_module_that_names_values_is_a_layer_of_its_own():
+    giving, taking = nn.ReLU(), nn.ReLU()
+    giving.gives = taking.takes = ("skip",)
+    layers = layers_of(nn.Sequential(nn.Linear(2, 2), giving, nn.ReLU(), nn.Linear(2, 2), nn.ReLU(), taking))
+    assert [(layer.name, layer.takes, layer.gives) for layer in layers] == [
+        ("0", (), ()),
+        ("1", (), ("skip",)),
+        ("2", (), ()),
+        ("5", ("skip",), ()),
+    ]
+
+
 def test_listed_modules_are_layers_each():
     assert [layer.name for layer in layers_of([nn.Linear(2, 2), nn.ReLU()])] == ["0", "1"]
     assert [layer.prefix for layer in layers_of({"a.b": nn.Linear(2, 2), "c": nn.ReLU()})] == ["a.b.", "c."]

@@ -492,6 +492,7 @@ def test_a_failure_shows_the_grid_and_the_next_step_is_in_order():
         ({"activation_checkpoint": "sometimes"}, "activation_checkpoint.name=sometimes is unknown"),
         ({"autocast": torch.float16}, "autocast=torch.float16 would need a loss scale"),
         ({"device": "tpu"}, "device=tpu is unknown"),
+        ({"dp": 2}, "dp=2 replicas in one process would only take turns"),
         ({"timeout": 0.0}, "timeout=0 is out of range"),
     ],
 )
@@ -547,6 +548,7 @@ def launched(tmp_path_factory):
 def test_the_same_lines_under_torchrun(launched):
     """Losses, norms and weights; each process holds its own stages' alone."""
     folder, done = launched
+    assert (folder / "rank 0.pt").exists(), done.stderr
     _, alone = pipeline_script.train()
     parts = [torch.load(folder / f"rank {rank}.pt") for rank in range(2)]
     for part in parts:
@@ -562,11 +564,30 @@ def test_the_same_lines_under_torchrun(launched):
     assert torch.equal(together["words.weight"], together["last.weight"])
 
 
-def test_processes_with_different_batches_say_so(launched):
+def test_replicas_under_torchrun(launched):
+    """Each trains the whole model, and both have what one process has; dropout included."""
+    _, alone = pipeline_script.train()
     for rank in range(2):
-        said = torch.load(launched[0] / f"rank {rank}.pt")["other batch"]
-        assert "rank 0: step of int64[8, 3] and int64[8]" in said
-        assert "rank 1: step of int64[7, 3] and int64[7]" in said
+        found = torch.load(launched[0] / f"rank {rank}.pt")["replicas"]
+        for name in ("losses", "norms", "evaluated"):
+            assert torch.allclose(found[name], alone[name], rtol=1e-12), name
+        for name, tensor in found["state"].items():
+            assert torch.allclose(tensor, alone["state"][name], rtol=1e-9, atol=1e-12), name
+
+
+def test_processes_with_different_weights_or_batches_say_so(launched):
+    for rank in range(2):
+        found = torch.load(launched[0] / f"rank {rank}.pt")
+        assert found["other weights"].startswith("words.weight has other values on rank 1 than on another rank")
+        assert "rank 0: step of int64[8, 3] and int64[8]" in found["other batch"]
+        assert "rank 1: step of int64[7, 3] and int64[7]" in found["other batch"]
+
+
+def test_a_launcher_with_another_number_of_processes_is_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="started 3 processes, and pp=2 with dp=2 takes 4: let it start as many, or"):
+        pipeline_of(model(), pp=2, dp=2)
 
 
 def test_a_failure_ends_every_process(launched):
