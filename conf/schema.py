@@ -20,7 +20,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 
 from conf.help import fields_help, groups_help, options
-from pipeline.training.settings import Settings, described
+from pipeline.training.settings import Settings, described, is_profiled
 
 
 @dataclass
@@ -309,7 +309,7 @@ def to_config(composed: DictConfig) -> Config:
     unread = sorted(_unread(composed, Config()))
     if unread:
         raise ValueError(f"nothing reads {', '.join(unread)}: drop the +, or see --help for the fields there are")
-    if composed.task == "plan" and composed.costs.source == "stated" and composed.profile is None:
+    if composed.task == "plan" and not is_profiled(composed):
         composed = composed.copy()
         composed.model = composed.data = None  # a plan with stated costs touches neither: nothing of them can be wrong
     missing = sorted(OmegaConf.missing_keys(composed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,27 @@ def test_a_plan_takes_it(profiled: Ran, tmp_path: Path):
     assert found["costs"]["forward"] == pytest.approx(
         [sum(layer["forward"] for layer in half) for half in (layers[:2], layers[2:])]
     )
+
+
+def test_a_plan_cuts_by_it(profiled: Ran, tmp_path: Path):
+    ran = train(tmp_path, "task=plan", f"profile={profiled.file('profile.json')}", "partition=auto")
+    assert (ran.status, ran.err) == (0, "")
+    found = json.loads(ran.file("plan.json").read_text())
+    assert sum(found["layers"]) == 4
+    assert f"partition     auto: {'+'.join(map(str, found['layers']))} layers" in ran.out
+    told = re.search(r"simulated makespan ([\d.]+) ms, proven smallest", found["partition"])
+    assert told is not None
+    assert float(told[1]) / 1e3 == pytest.approx(found["makespan"], rel=0.01)
+
+
+def test_ranks_of_a_launcher_cut_by_it_alike(profiled: Ran, tmp_path: Path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = train(
+        tmp_path, f"profile={profiled.file('profile.json')}", "partition=auto", "logger=none", launcher=launcher
+    )
+    assert ran.status == 0, ran.err
+    assert ran.out.count("partition  auto: ") == 1
+    assert sum(ran.summary["layers"]) == 4
 
 
 def test_a_profile_of_something_else_is_one_line(profiled: Ran, tmp_path: Path):

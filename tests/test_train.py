@@ -42,6 +42,8 @@ SUMMARY = [
         "bubble_measured",
         "bubble_source",
         "parameters",
+        "partition",
+        "layers",
         "ranks",
         "step_seconds_predicted",
         "bubble_span_predicted",

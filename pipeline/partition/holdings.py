@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from pipeline.schedule.actions import ActionType
+from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.schedule import Schedule
 
-Holding = Mapping[int, tuple[int, int]]
-"""By stage: microbatches whose activations are held in full, and those that wait for their recomputation."""
+Holding = Mapping[int, "Held"]
+"""By stage."""
+
+
+class Held(NamedTuple):
+    """So many microbatches of a stage."""
+
+    kept: int
+    """Whose activations are there from F on."""
+    waiting: int
+    """That wait for their recomputation."""
+    rebuilt: int
+    """That are recomputed, and wait for their backward or are in it."""
 
 
 def holdings(schedule: Schedule, rank: int) -> list[Holding]:
@@ -19,28 +31,33 @@ def holdings(schedule: Schedule, rank: int) -> list[Holding]:
     """
     row = [part for action in schedule.rows[rank] for part in action.compute]
     again = {(part.stage, part.microbatch) for part in row if part.type is ActionType.R}
-    full, waiting = (dict.fromkeys(schedule.stages_of(rank), 0) for _ in range(2))
-    moments = {_moment(full, waiting)}
+    stages = schedule.stages_of(rank)
+    held = {stage: Held(0, 0, 0) for stage in stages}
+    moments = {tuple(held.values())}
     for action in schedule.rows[rank]:
         for part in action.compute:
-            if part.type is ActionType.F and (part.stage, part.microbatch) in again:
-                waiting[part.stage] += 1
-            elif part.type is ActionType.F:
-                full[part.stage] += 1
-            elif part.type is ActionType.R:
-                waiting[part.stage] -= 1
-                full[part.stage] += 1
-        moments.add(_moment(full, waiting))
+            held[part.stage] = _begun(held[part.stage], part, (part.stage, part.microbatch) in again)
+        moments.add(tuple(held.values()))
         for part in action.compute:
-            full[part.stage] -= part.type in (ActionType.B, ActionType.W)
+            held[part.stage] = _ended(held[part.stage], part, (part.stage, part.microbatch) in again)
     most = [one for one in moments if not any(one != other and _within(one, other) for other in moments)]
-    return [dict(zip(full, moment, strict=True)) for moment in sorted(most)]
+    return [dict(zip(stages, moment, strict=True)) for moment in sorted(most)]
 
 
-def _moment(full: Mapping[int, int], waiting: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
-    return tuple((full[stage], waiting[stage]) for stage in full)
+def _begun(held: Held, part: Action, again: bool) -> Held:
+    kept, waiting, rebuilt = held
+    if part.type is ActionType.F:
+        return Held(kept, waiting + 1, rebuilt) if again else Held(kept + 1, waiting, rebuilt)
+    return Held(kept, waiting - 1, rebuilt + 1) if part.type is ActionType.R else held
 
 
-def _within(one: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+def _ended(held: Held, part: Action, again: bool) -> Held:
+    kept, waiting, rebuilt = held
+    if part.type not in (ActionType.B, ActionType.W):
+        return held
+    return Held(kept, waiting, rebuilt - 1) if again else Held(kept - 1, waiting, rebuilt)
+
+
+def _within(one: Sequence[Held], other: Sequence[Held]) -> bool:
     """Whether the other moment holds as much of everything."""
-    return all(a <= c and b <= d for (a, b), (c, d) in zip(one, other, strict=True))
+    return all(less <= more for pair in zip(one, other, strict=True) for less, more in zip(*pair, strict=True))

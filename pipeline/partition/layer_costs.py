@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 _NOT_NUMBERS = ("name", "tied")
-_OPTIONAL = ("backward", "recompute", "activation_bytes", "checkpoint_bytes", "kept_output_bytes")
+_OPTIONAL = ("backward", "recompute", "activation_bytes", "checkpoint_bytes", "rebuilt_bytes", "kept_output_bytes")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class LayerCosts:
     """None: as the forward."""
     checkpoint_bytes: float | None = None
     """What a recomputed microbatch keeps between its forward and its recomputation, the input included."""
+    rebuilt_bytes: float | None = None
+    """What it takes from its recomputation to the end of its backward. None: as `activation_bytes`."""
     kept_output_bytes: float | None = None
     """The part of `activation_bytes` that is its output: the next layer's input is the same memory."""
 

@@ -109,9 +109,9 @@ class Problem:
                 fixed += 2 * self.costs[start - 1].boundary_bytes
             if stage + 1 < self.stages and ranks[stage + 1] != rank:
                 fixed += 2 * self.costs[end - 1].boundary_bytes
-        taken = {stage: (self._bytes.kept(*run), self._bytes.checkpoint(*run)) for stage, run in stages.items()}
+        taken = {stage: self._bytes.of(*run) for stage, run in stages.items()}
         return fixed + max(
-            sum(moment[s][0] * kept + moment[s][1] * checkpoint for s, (kept, checkpoint) in taken.items())
+            sum(count * size for s, sizes in taken.items() for count, size in zip(moment[s], sizes, strict=True))
             for moment in self._held[rank]
         )
 
@@ -140,34 +140,42 @@ class _StageBytes:
 
     def __init__(self, costs: Sequence[LayerCosts], repeated: Callable[[int], Sequence[bool]]) -> None:
         self._costs, self._repeated = costs, repeated
-        shared = [0.0, *(layer.kept_output_bytes or 0.0 for layer in costs)]
-        self._shared = shared
-        self._inner = _sums([(layer.activation_bytes or 0.0) - shared[at] for at, layer in enumerate(costs)])
-        self._checkpoints: dict[tuple[int, int], float] = {}
+        self._shared = [0.0, *(layer.kept_output_bytes or 0.0 for layer in costs)]
+        self._alone = [layer.activation_bytes or 0.0 for layer in costs]
+        self._known: dict[tuple[int, int], tuple[float, float, float]] = {}
 
-    def kept(self, start: int, end: int) -> float:
-        """From F to the end of the backward."""
-        return self._inner[end] - self._inner[start] + self._shared[start]
+    def of(self, start: int, end: int) -> tuple[float, float, float]:
+        """Kept from F to the end of the backward; and where it is recomputed from F to R, and from R on."""
+        if (start, end) not in self._known:
+            kept = self._kept(range(start, end))
+            layers = zip(range(start, end), self._repeated(end - start), strict=True)
+            parts = [([layer for layer, _ in run], again) for again, run in groupby(layers, lambda one: one[1])]
+            self._known[start, end] = kept, self._waiting(parts), self._rebuilt(parts)
+        return self._known[start, end]
 
-    def checkpoint(self, start: int, end: int) -> float:
-        """From F to R, where it is recomputed."""
-        if (start, end) not in self._checkpoints:
-            self._checkpoints[start, end] = self._between(start, end)
-        return self._checkpoints[start, end]
+    def _kept(self, layers: Sequence[int]) -> float:
+        return sum(self._alone[layer] for layer in layers) - sum(self._shared[layer] for layer in layers[1:])
 
-    def _between(self, start: int, end: int) -> float:
-        total, after_kept = 0.0, False
-        layers = zip(range(start, end), self._repeated(end - start), strict=True)
-        for repeats, run in groupby(layers, lambda one: one[1]):
-            held = [layer for layer, _ in run]
-            if after_kept:
-                total -= self._shared[held[0]]
-            if repeats:
-                inputs = sum(self._costs[layer - 1].boundary_bytes for layer in held[1:])
-                total += sum(self._costs[layer].checkpoint_bytes or 0.0 for layer in held) - inputs
+    def _waiting(self, parts: Sequence[tuple[Sequence[int], bool]]) -> float:
+        total = 0.0
+        for number, (layers, again) in enumerate(parts):
+            if again:
+                total += sum(self._costs[layer].checkpoint_bytes or 0.0 for layer in layers)
+                total -= sum(self._costs[layer - 1].boundary_bytes for layer in layers[1:])
+                total -= self._shared[layers[0]] if number else 0.0  # the output that the part before keeps
             else:
-                total += self.kept(held[0], held[-1] + 1)
-            after_kept = not repeats
+                total += self._kept(layers)
+        return total
+
+    def _rebuilt(self, parts: Sequence[tuple[Sequence[int], bool]]) -> float:
+        """An output that R makes anew is another one than F's, which the next part has as its input."""
+        total = 0.0
+        for number, (layers, again) in enumerate(parts):
+            total += self._kept(layers)
+            if again:
+                more = [(self._costs[layer].rebuilt_bytes, self._alone[layer]) for layer in layers]
+                total += sum(size - alone for size, alone in more if size is not None)
+                total -= self._shared[layers[0]] if number else 0.0
         return total
 
 

@@ -68,6 +68,10 @@ class Assessment:
     footprint: Footprint | None = None
     unit: str = "units"
     """Of the costs and all times."""
+    partition: str | None = None
+    """How a model's layers were cut, and why so; None where no model was asked."""
+    layers: tuple[int, ...] | None = None
+    """How many of them each stage holds."""
 
     @property
     def stages_per_rank(self) -> int | list[int]:
@@ -106,6 +110,8 @@ class Assessment:
             "idle": [asdict(idle) for idle in simulation.idle],
             "comparison": self.share.to_json(),
             "costs": asdict(self.costs),
+            "partition": self.partition,
+            "layers": None if self.layers is None else list(self.layers),
             "stage_to_rank": list(self.schedule.stage_to_rank),
             "actions": [[str(action) for action in row] for row in self.schedule.rows],
         }
@@ -215,8 +221,10 @@ def _summary(assessment: Assessment) -> str:
     at_weight, at_input = (
         max(peaks) for peaks in (simulation.peak_in_flight, simulation.peak_in_flight_released_at_input)
     )
+    cut = [] if assessment.partition is None else [f"partition     {assessment.partition}"]
     return "\n".join(
         [
+            *cut,
             f"makespan      {number(simulation.makespan)} {unit}, {percent(assessment.distance)} above the lower bound",
             f"lower bound   {number(assessment.lower_bound)} {unit}: no order of these actions takes less",
             f"bubble        makespan {percent(simulation.makespan_bubble)}, span {percent(simulation.span_bubble)}",

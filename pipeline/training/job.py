@@ -123,6 +123,8 @@ class Job:
             units="tokens" if self.tokens else "samples",
             predicted=plan.predicted.events,
             config=config,
+            partition=plan.partition,
+            layers=plan.counts,
         )
 
 
@@ -136,9 +138,10 @@ def check_launch(settings: Settings) -> None:
         return
     started = rendezvous.world_size()
     if settings.profiled and settings.profile is None:
+        asked = "costs.source=profile" if settings.costs.source == "profile" else f"partition={settings.partition.name}"
         raise ValueError(
-            "costs.source=profile under a launcher: every process would measure other costs. Measure once, with plain "
-            "python and task=profile, then give what it leaves: profile=profile.json"
+            f"{asked} under a launcher: every process would measure other costs. Measure once, with plain python and "
+            "task=profile, then give what it leaves: profile=profile.json"
         )
     if settings.launch == "in_process":
         raise ValueError(f"launch=in_process under a launcher that started {started} processes: use plain python")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline import partition
 from pipeline.engine.boundary import Boundary, SpecNest, TensorSpec, boundaries
 from pipeline.engine.model import Model
 from pipeline.engine.nest import Nest, flat, mapped, rebuilt
@@ -21,6 +20,7 @@ from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.simulate import Simulation, nominal_costs, simulate
 from pipeline.schedule.validate import validate
 from pipeline.training.checkpointing import lowered, recomputed_part
+from pipeline.training.partitioning import Cut, simple_cut
 from pipeline.training.precision import autocast, crossing_dtype, parameter_dtype
 from pipeline.training.schedule_choice import stated_footprint, write_schedule
 from pipeline.training.settings import Settings
@@ -57,6 +57,8 @@ class Plan:
     predicted: Simulation
     """The program under nominal costs: F=1 and B=2 a stage (divided by the stages a rank holds), R the recomputed part
     of F, no transfer."""
+    partition: str = ""
+    """How the layers were cut, and why so."""
     peak_activation_bytes: tuple[int, ...] | None = None
     """Of each rank of all replicas, as predicted (`predicted_bytes.with_predicted_bytes`)."""
     dp: int = 1
@@ -139,17 +141,18 @@ def make_plan(
     device: torch.device,
     costs: Costs | None = None,
     footprint: Footprint | None = None,
+    cut: Cut | None = None,
 ) -> Plan:
     """Decide and check everything that needs no process.
 
     Args:
-        settings, model, costs, footprint: see `draft_plan`.
+        settings, model, costs, footprint, cut: see `draft_plan`.
         inputs, device: see `for_batch`.
 
     Raises:
         ValueError: the schedule, the cut or the batch can't be, with the values and the cure.
     """
-    return for_batch(draft_plan(settings, model, costs, footprint), settings, model, inputs, device)
+    return for_batch(draft_plan(settings, model, costs, footprint, cut=cut), settings, model, inputs, device)
 
 
 def draft_plan(
@@ -158,6 +161,7 @@ def draft_plan(
     costs: Costs | None = None,
     footprint: Footprint | None = None,
     schedule: Schedule | None = None,
+    cut: Cut | None = None,
 ) -> Plan:
     """A plan for batches of any shape: it says nothing of messages and microbatches' sizes.
 
@@ -167,6 +171,7 @@ def draft_plan(
         costs: measured ones, for a schedule that is searched for its costs; None: the stated ones.
         footprint: bytes of a microbatch at each stage, for checkpointing with a limit in bytes; None: the stated ones.
         schedule: None: the one that the settings name.
+        cut: who holds which layers; None: as the settings say, where they ask for no costs.
 
     Raises:
         ValueError: the schedule or the cut can't be, with the values and the cure.
@@ -174,7 +179,8 @@ def draft_plan(
     schedule = schedule or write_schedule(settings, costs)
     validate(schedule)
     layers = layer_sizes(model)
-    counts = cut(settings, layers, schedule.stages)
+    chosen = cut or simple_cut(settings, parameter_counts(layers), schedule.stages)
+    counts = chosen.counts
     program = lowered(schedule, settings, footprint or stated_footprint(settings, schedule.stage_to_rank))
     evaluation = lower(forward_only(schedule.stage_to_rank, settings.microbatches), prefetch=settings.prefetch)
     for complete in (program, evaluation):
@@ -191,6 +197,7 @@ def draft_plan(
         microbatch_sizes=(),
         recomputed=part,
         dp=settings.dp,
+        partition=chosen.why,
         predicted=simulate(program, nominal_costs(schedule.stages // schedule.pp, tuple(map(part.share, counts)))),
     )
 
@@ -257,18 +264,9 @@ def layer_sizes(model: Model) -> tuple[LayerSize, ...]:
     return tuple(sizes)
 
 
-def cut(settings: Settings, layers: Sequence[LayerSize], stages: int) -> tuple[int, ...]:
-    """How many consecutive layers each stage holds."""
-    chosen = settings.partition
-    if chosen.layers and chosen.name != "manual":
-        raise ValueError(
-            f"partition.layers={chosen.layers} is for partition=manual, not {chosen.name}: drop one of them"
-        )
-    if chosen.name == "manual":
-        return partition.manual(chosen.layers, len(layers), stages)
-    if chosen.name == "parameters":
-        return partition.bottleneck([sum(layer.parameters.values()) for layer in layers], stages)
-    return partition.uniform(len(layers), stages)
+def parameter_counts(layers: Sequence[LayerSize]) -> dict[str, int]:
+    """How many parameters each layer has, by its name."""
+    return {layer.name: sum(layer.parameters.values()) for layer in layers}
 
 
 def _boundaries(

@@ -20,6 +20,7 @@ def print_plan(plan: Plan, model: str, console: Console) -> None:
     title = f"{model}: {plan.parameters:,} parameters in {len(plan.layers)} layers"
     console.print(title, highlight=False, markup=False)
     console.print(_stages(plan))
+    console.print(f"partition  {plan.partition}", highlight=False, markup=False)
     if plan.schedule.pp <= _LONGEST_GRID:
         console.print(grid(plan.program, width=console.width), highlight=False, markup=False, no_wrap=True)
     console.print(_predictions(plan), highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from pipeline.schedule.costs import Costs
 from pipeline.schedule.memory import Footprint
 from pipeline.schedule.schedule import Schedule
 from pipeline.schedule.validate import validate
-from pipeline.training.checkpointing import lowered, recomputed_part
+from pipeline.training.checkpointing import lowered
+from pipeline.training.cutting import decide_cut
 from pipeline.training.devices import choose_devices
 from pipeline.training.job import Builders
-from pipeline.training.plan import cut, layer_sizes
+from pipeline.training.partitioning import Cut
 from pipeline.training.predicted_bytes import predict_footprint
-from pipeline.training.profiling import take_profile, to_costs
 from pipeline.training.schedule_choice import stated_costs, stated_footprint, write_schedule
 from pipeline.training.settings import Settings
 
@@ -33,12 +34,12 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
     Raises:
         ValueError: the schedule or its costs can't be.
     """
-    schedule = write_schedule(settings)
+    schedule, cut = write_schedule(settings), None
     if builders is None:
         costs, shares = stated_costs(settings, schedule.stage_to_rank), _stated_shares(settings, schedule)
         footprint, unit = stated_footprint(settings, schedule.stage_to_rank), "units"
     else:
-        costs, footprint = _profiled(settings, builders, schedule.stages)
+        costs, footprint, cut = _profiled(settings, builders)
         schedule, shares, unit = write_schedule(settings, costs), {}, "s"  # zb_auto searches anew
     validate(schedule)
     program = lowered(schedule, settings, footprint)
@@ -46,17 +47,18 @@ def plan(settings: Settings, directory: Path, builders: Builders | None = None) 
     # without sends and receives a message is a pure latency, as published figures reckon; R stays where it was placed
     assessed = program.compute_only()
     assessment = assess(assessed, costs, footprint, memory_cap=settings.schedule.memory_cap, unit=unit, **shares)
+    if cut is not None:
+        assessment = replace(assessment, partition=cut.why, layers=cut.counts)
     _tell(assessment, directory)
 
 
-def _profiled(settings: Settings, builders: Builders, stages: int) -> tuple[Costs, Footprint | None]:
-    """Seconds and bytes of the model's stages."""
+def _profiled(settings: Settings, builders: Builders) -> tuple[Costs, Footprint | None, Cut]:
+    """Seconds and bytes of the model's stages, and its cut."""
     model, data, device = builders[0](), builders[1](), choose_devices(settings).of(0)
     inputs, targets = data.train.inputs(0), data.train.targets(0)
-    profile = take_profile(settings, model, inputs, targets, device)
-    counts, part = cut(settings, layer_sizes(model), stages), recomputed_part(settings.activation_checkpoint)
-    footprint = predict_footprint(settings, model, inputs, targets, device, counts)
-    return to_costs(profile.layers, counts, part, settings), footprint
+    cut, costs = decide_cut(settings, model, inputs, targets, device)
+    assert costs is not None, "the settings ask for a profile"
+    return costs, predict_footprint(settings, model, inputs, targets, device, cut.counts), cut
 
 
 def _stated_shares(settings: Settings, schedule: Schedule) -> dict[str, Any]:

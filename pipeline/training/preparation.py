@@ -9,17 +9,15 @@ from pipeline.engine.boundary import TensorSpec, specs_of
 from pipeline.engine.model import Model
 from pipeline.training import rendezvous
 from pipeline.training.checkpoint import Checkpoint, find_checkpoint
-from pipeline.training.checkpointing import recomputed_part
+from pipeline.training.cutting import decide_cut
 from pipeline.training.devices import choose_devices, warn_of_slow_choices
 from pipeline.training.evaluation import Evaluate
 from pipeline.training.generation import Generate
 from pipeline.training.inference import chunks, under_way
 from pipeline.training.job import Builders, Job, check_launch
-from pipeline.training.plan import cut, for_inference, layer_sizes, make_plan
+from pipeline.training.plan import for_inference, make_plan
 from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
-from pipeline.training.profiling import take_profile, to_costs
 from pipeline.training.saving import check_continues, check_fits
-from pipeline.training.schedule_choice import write_schedule
 from pipeline.training.settings import Settings
 from pipeline.training.trainer import Codec, Data
 
@@ -96,14 +94,10 @@ def _prepare(settings: Settings, builders: Builders, validation_batches: int) ->
     build_model, build_data = builders
     model, data, devices = build_model(), build_data(), choose_devices(settings)
     resumed = resume(settings, model)
-    device, stages = devices.of(0), write_schedule(settings).stages
-    inputs, targets = data.train.inputs(0), data.train.targets(0)
-    counts, costs = cut(settings, layer_sizes(model), stages), None
-    if settings.profiled:
-        profile = take_profile(settings, model, inputs, targets, device)
-        costs = to_costs(profile.layers, counts, recomputed_part(settings.activation_checkpoint), settings)
-    footprint = footprint_for_a_limit(settings, model, inputs, targets, device, counts)
-    plan = make_plan(settings, model, specs_of(inputs), device, costs, footprint)
+    device, inputs, targets = devices.of(0), data.train.inputs(0), data.train.targets(0)
+    cut, costs = decide_cut(settings, model, inputs, targets, device)
+    footprint = footprint_for_a_limit(settings, model, inputs, targets, device, cut.counts)
+    plan = make_plan(settings, model, specs_of(inputs), device, costs, footprint, cut)
     plan.check_targets(data.classes)
     if rendezvous.rank() == 0:
         warn_of_slow_choices(settings, devices)

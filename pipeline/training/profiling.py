@@ -17,7 +17,7 @@ from pipeline.engine.nest import Nest, flat
 from pipeline.engine.profile import profile_layers
 from pipeline.engine.segments import Recomputed
 from pipeline.partition import LayerCosts
-from pipeline.schedule.costs import Costs
+from pipeline.schedule.costs import Costs, place_costs
 from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.placement import place
 from pipeline.training.plan import first, layer_sizes, microbatch_sizes
@@ -25,6 +25,7 @@ from pipeline.training.precision import master_dtype, parameter_dtype
 from pipeline.training.predicted_bytes import footprints_of
 from pipeline.training.profile_file import Conditions, ModelProfile
 from pipeline.training.rank_process import threads_per_rank
+from pipeline.training.schedule_choice import stated_times
 from pipeline.training.settings import Settings
 
 
@@ -99,15 +100,17 @@ def predict_layer_bytes(
     if found is None:
         return tuple(layers)
     stages = [found[0].stage(index) for index in range(len(layers))]
+    again = [found[0].recomputed_stage(index) for index in range(len(layers))]
     return tuple(
         replace(
             layer,
             activation_bytes=stage.activation,
             checkpoint_bytes=stage.checkpoint,
+            rebuilt_bytes=rebuilt.activation + rebuilt.during_recompute,
             kept_output_bytes=stage.kept_output,
             boundary_bytes=stage.boundary,
         )
-        for layer, stage in zip(layers, stages, strict=True)
+        for layer, stage, rebuilt in zip(layers, stages, again, strict=True)
     )
 
 
@@ -137,6 +140,9 @@ def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomput
         layers: of the whole model.
         counts: how many consecutive layers each stage holds.
         part: of a stage that an R computes again.
+
+    Raises:
+        ValueError: a stated number can't be, or there are others than one a stage.
     """
     held, start = [], 0
     for count in counts:
@@ -146,16 +152,17 @@ def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomput
         [layer for segment in part.segments(len(stage)) if segment.recomputed for layer in stage[segment.layers]]
         for stage in held
     ]
-    return Costs(
+    costs = Costs(
         forward=tuple(sum(layer.forward for layer in stage) for stage in held),
         backward=tuple(sum(layer.full_backward for layer in stage) for stage in held),
         backward_input=tuple(sum(layer.backward_input for layer in stage) for stage in held),
         backward_weight=tuple(sum(layer.backward_weight for layer in stage) for stage in held),
         recompute=tuple(sum(layer.again for layer in stage) for stage in repeated),
-        transfer=settings.costs.transfer,
+        transfer=stated_times("costs.transfer", settings.costs.transfer) or 0.0,
         bandwidth=settings.costs.bandwidth,
         boundary_bytes=tuple(float(stage[-1].boundary_bytes) for stage in held),
     )
+    return place_costs(costs, range(len(held)))
 
 
 def _conditions(settings: Settings, model: Model, inputs: Nest, device: torch.device) -> Conditions:

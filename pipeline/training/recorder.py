@@ -47,6 +47,10 @@ class RunFacts:
     predicted: tuple[tuple[Event, ...], ...] = ()
     config: Mapping[str, object] = field(default_factory=dict)
     dp: int = 1
+    partition: str = ""
+    """How the layers were cut, and why so."""
+    layers: tuple[int, ...] = ()
+    """How many of them each stage holds."""
 
 
 class Sink(Protocol):
@@ -164,6 +168,8 @@ class Recorder:
             "bubble_predicted": facts.bubble_predicted,
             **self._predictions(),
             "parameters": facts.parameters,
+            "partition": facts.partition,
+            "layers": list(facts.layers),
             "ranks": [asdict(self._ranks[rank]) for rank in sorted(self._ranks)],
         }
 

@@ -55,7 +55,7 @@ def stated_costs(settings: Settings, stage_to_rank: Sequence[int], per: Per | No
     """
     chosen = settings.costs
     names = [field.name for field in fields(Costs)]
-    values = {name: _times(f"costs.{name}", getattr(chosen, name)) for name in names}
+    values = {name: stated_times(f"costs.{name}", getattr(chosen, name)) for name in names}
     part, forward = recomputed_part(settings.activation_checkpoint), values["forward"]
     if values["recompute"] is None and forward is not None and part != Recomputed():
         values["recompute"] = _part(forward, part.share())
@@ -69,14 +69,14 @@ def stated_footprint(settings: Settings, stage_to_rank: Sequence[int], per: Per 
         per: as in `stated_costs`; a message is as large whatever the number of stages a rank holds.
     """
     costs = settings.costs
-    activation = _times("costs.activation_bytes", costs.activation_bytes)
+    activation = stated_times("costs.activation_bytes", costs.activation_bytes)
     if activation is None:
         return None
     placed = place_costs(Costs(forward=activation), stage_to_rank, per or cast(Per, costs.per))
     return Footprint(
         placed.forward,
         checkpoint=_part(placed.forward, recomputed_part(settings.activation_checkpoint).kept()),
-        boundary=_times("costs.boundary_bytes", costs.boundary_bytes) or 0.0,
+        boundary=stated_times("costs.boundary_bytes", costs.boundary_bytes) or 0.0,
     )
 
 
@@ -84,8 +84,8 @@ def _part(times: Times, part: float) -> Times:
     return tuple(time * part for time in times) if isinstance(times, tuple) else times * part
 
 
-def _times(name: str, value: Any) -> Times | None:
-    """A number, or one a stage, from what the command line gave."""
+def stated_times(name: str, value: Any) -> Times | None:
+    """A number, or one a stage, from what the command line gave; ValueError for anything else."""
     if value is None:
         return None
     if isinstance(value, list | tuple):

@@ -35,8 +35,32 @@ class ScheduleSettings:
 class PartitionSettings:
     """How the layers are cut into stages."""
 
-    name: str = described("uniform", "uniform (equal layers), parameters (smallest largest stage) or manual")
-    layers: list[int] = described([], "manual: how many layers each stage holds, in order")
+    name: str = described(
+        "uniform",
+        "uniform (equal layers), parameters, time or memory (smallest largest stage), auto (shortest step) or manual",
+    )
+    layers: list[Any] = described([], "manual: how many layers each stage holds, in order, or its first layer's name")
+    search_seconds: float = described(10.0, "memory, auto: then the best cut found is taken, unless there are few")
+    memory_limit: Any = described(
+        None, "auto: bytes that a rank may hold (parameters with gradients and state, activations), such as 2GiB"
+    )
+
+    def check(self) -> None:
+        """Refuse a number out of range, or an option where it has no meaning.
+
+        Raises:
+            ValueError: what is wrong, its value, and the cure.
+        """
+        for option, owner in (("layers", "manual"), ("memory_limit", "auto")):
+            value = getattr(self, option)
+            if value not in (None, []) and self.name != owner:
+                raise ValueError(
+                    f"partition.{option}={value} is for partition={owner}, not {self.name}: drop one of them"
+                )
+        if not 0 <= self.search_seconds < math.inf:
+            raise ValueError(
+                f"partition.search_seconds={self.search_seconds:g} is out of range: use 0 or more, such as 10"
+            )
 
 
 @dataclass
@@ -222,7 +246,7 @@ class Settings:
     @property
     def profiled(self) -> bool:
         """Whether costs come from a profile of the model's layers, and not from what `costs` states."""
-        return self.costs.source == "profile" or self.profile is not None
+        return is_profiled(self)
 
     @property
     def ranks(self) -> int:
@@ -265,6 +289,7 @@ class Settings:
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} is too small: use 1 or more, or null for all tokens")
         self._check_optimizer()
+        self.partition.check()
         self.activation_checkpoint.check()
         if self.compile and self.activation_checkpoint.keeps_costly:
             raise ValueError(
@@ -305,6 +330,16 @@ class Settings:
                 raise ValueError(f"optimizer.{name}={getattr(chosen, name):g} is out of range: use 0 or more")
 
 
+def is_profiled(settings: Any) -> bool:
+    """`Settings.profiled`, also of settings that are no `Settings` yet.
+
+    A plan with partition=memory is too: it has no model to cut otherwise.
+    """
+    partition = settings.partition.name
+    measured = ("time", "auto", "memory") if settings.task == "plan" else ("time", "auto")
+    return settings.costs.source == "profile" or settings.profile is not None or partition in measured
+
+
 _LONGEST_TIMEOUT = 1e9
 """In seconds; torch keeps time limits as whole nanoseconds in 64 bits."""
 
@@ -339,7 +374,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "precision.masters": (None, "float32"),
     "precision.boundary": (None, "float32", "bfloat16", "float16"),
     "precision.autocast": (None, "bfloat16", "float16"),
-    "partition.name": ("uniform", "parameters", "manual"),
+    "partition.name": ("uniform", "parameters", "time", "memory", "auto", "manual"),
     "activation_checkpoint.name": ("never", "except_last", "always", "selective", "window"),
     "activation_checkpoint.keep": ("costly", None),
     "optimizer.name": ("adamw", "sgd"),

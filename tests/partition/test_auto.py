@@ -38,6 +38,7 @@ def random_layers(draw: random.Random, layers: int):
             backward=draw.choice((None, number())),
             recompute=draw.choice((None, number())),
             checkpoint_bytes=1 + number() / 4,
+            rebuilt_bytes=draw.choice((None, 2.0)),
             kept_output_bytes=draw.choice((0.0, 0.25)),
         )
         for i in range(layers)

@@ -205,6 +205,7 @@ def test_the_plan_as_people_read_it():
     print_plan(plan, "small", Console(width=100, file=written))
     shown = written.getvalue()
     assert f"{plan.parameters:,} parameters in 8 layers" in shown
+    assert "partition  uniform: 4+4 layers" in shown
     assert "embedding .. block.2 (4)" in shown
     assert f"{plan.stage_parameters(1):,}" in shown
     assert "F0" in shown

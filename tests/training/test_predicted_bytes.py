@@ -6,8 +6,9 @@ import pytest
 
 from models.loss import CrossEntropy
 from pipeline.engine.boundary import TensorSpec
+from pipeline.partition import uniform
 from pipeline.schedule.actions import ActionType
-from pipeline.training.plan import cut, layer_sizes, make_plan
+from pipeline.training.plan import make_plan
 from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
 from pipeline.training.schedule_choice import write_schedule
 from pipeline.training.settings import ActivationCheckpointSettings
@@ -68,7 +69,7 @@ def test_a_window_with_a_limit_in_bytes_is_kept(schedule):
         settings = settings_to_train(schedule, 2, 8, 8, 1)
         settings.activation_checkpoint = ActivationCheckpointSettings(**checkpointing)
         stages = write_schedule(settings).stages
-        counts = cut(settings, layer_sizes(model), stages)
+        counts = uniform(len(model.layers), stages)
         footprint = footprint_for_a_limit(settings, model, inputs, targets, CPU, counts)
         plan = make_plan(settings, model, TensorSpec.of(inputs), CPU, footprint=footprint)
         return with_predicted_bytes(plan, settings, model, inputs, targets, CPU)

@@ -147,7 +147,16 @@ def test_a_stage_takes_what_its_layers_take():
     assert (costs.backward_input, costs.backward_weight) == ((18.0, 27.0), (24.0, 36.0))
     assert costs.recompute == (3.0, 4.5)
     assert costs.boundary_bytes == (30.0, 50.0)
-    assert (costs.transfer, costs.bandwidth) == (0.5, 1e9)
+    assert (costs.transfer, costs.bandwidth) == ((0.5, 0.5), 1e9)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "words"),
+    [("slow", "costs.transfer=slow is not a number"), ([1, 2, 3], "costs.transfer has 3 entries for 2 stages")],
+)
+def test_stated_messages_that_can_not_be(transfer, words):
+    with pytest.raises(ValueError, match=words):
+        to_costs(LAYERS, (3, 2), Recomputed(), Settings(costs=CostsSettings(transfer=transfer)))
 
 
 @pytest.mark.parametrize(("counts", "recompute"), [((3, 2), (2.0, 2.0)), ((5,), (4.5,)), ((1, 4), (0.5, 3.0))])
