@@ -234,7 +234,7 @@ class Executor:
     def _backward(self, state: StepState, action: Action) -> None:
         """B, and I: the same pass, for I has left the weights' gradients of plain modules to W."""
         passed = state.passes.pop((action.stage, action.microbatch))
-        gradients = passed.backward(self._take_gradients(state, action, passed.trained()))
+        gradients = passed.backward(self._take_gradients(state, action, passed.surely_trained()))
         self._hand_back(state, action, gradients, passed.inputs)
         if passed.weights is not None:
             state.weights[action.stage, action.microbatch] = passed.weights

@@ -79,6 +79,11 @@ class Pass:
         """Of each tensor of the output whether the backward can start there: known once the graphs are built."""
         return tuple(root is not None for root in self._sections[-1].roots)
 
+    def surely_trained(self) -> tuple[bool, ...]:
+        """The same, but False where a section before the last may have been taken for one that trains a tensor."""
+        known = all(section.knows_what_trains for section in self._sections[:-1])
+        return tuple(each and known for each in self.trained())
+
     def backward(self, gradients: Gradients) -> Gradients:
         """The gradients of the stage's input, from those of its output; the pass holds nothing more but for W."""
         passed = gradients
@@ -89,6 +94,9 @@ class Pass:
 
 class _Section:
     """One segment of a pass, which keeps its graph from F on."""
+
+    knows_what_trains = True
+    """Whether the next section's leaves are those tensors alone that train something."""
 
     def __init__(self, owner: Pass, layers: slice, inputs: Nest) -> None:
         self.inputs = inputs
@@ -131,6 +139,8 @@ class _Section:
 
 class _Recomputed(_Section):
     """Keeps its input alone from F to R."""
+
+    knows_what_trains = False
 
     def forward(self, run: Run) -> Nest:
         with graph_kept(False):

@@ -12,6 +12,7 @@ from pipeline.engine.boundary import Boundary, TensorSpec
 from pipeline.engine.executor import ActionError, run
 from pipeline.engine.transport import InProcessTransport
 from pipeline.schedule.library import SCHEDULES
+from pipeline.training.settings import ActivationCheckpointSettings
 from tests.engine.harness import (
     assert_equal_outcomes,
     build_ranks,
@@ -175,3 +176,36 @@ def test_a_boundary_sorts_what_crosses():
     leaves = boundary.leaves(arrived)
     assert leaves == {"count": arrived[0], "rest": [arrived[1], None]}
     assert [tensor.requires_grad for tensor in arrived] == [False, True]
+
+
+class Aside(nn.Module):
+    """Gives what came beside what it trains on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).tanh(), x
+
+
+class Joined(Aside):
+    """Takes both."""
+
+    def forward(self, given):
+        return self.linear(given[0]) + given[1]
+
+
+class Further(Aside):
+    """Trains on one of them and passes the other on."""
+
+    def forward(self, given):
+        return self.linear(given[0]).tanh(), given[1]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_what_trains_nothing_goes_past_recomputed_layers(schedule):
+    """The recomputed first layer gives the batch itself on; the second, in the same stage, is kept."""
+    model, every_2nd = chain([Aside, Further, Further, Joined]), ActivationCheckpointSettings("selective", every=2)
+    settings = settings_for(schedule, 2, 4, 7, checkpoint=every_2nd)
+    assert_equal_outcomes(pipelined(settings, model, *vectors(7)), plain_loop(model, *vectors(7)))
