@@ -11,12 +11,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+
+class Moments(NamedTuple):
+    """Of some values a channel: how many, their mean, and their squared deviations from it, summed."""
+
+    number: Tensor | Any
+    mean: Tensor
+    squares: Tensor
+
+
+def combined(one: Moments, other: Moments) -> Moments:
+    """Of both together, without cancellation."""
+    total = one.number + other.number
+    share = other.number / total.clamp(min=1)
+    apart = other.mean - one.mean
+    squares = one.squares + other.squares + apart.square() * (one.number * share)
+    return Moments(total, one.mean + apart * share, squares)
 
 
 class _Deferred(_BatchNorm):
@@ -52,12 +69,9 @@ class _Deferred(_BatchNorm):
     @torch.no_grad()
     def take_in(self, count: Tensor | int, mean: Tensor, squares: Tensor) -> None:
         """Combine what there is with the sums of `count` more values, in float64."""
-        total = self.batch_count + count
-        share = count / total.clamp(min=1)
-        apart = mean - self.batch_mean
-        self.batch_squares += squares + apart.square() * (self.batch_count * share)
-        self.batch_mean += apart * share
-        self.batch_count.copy_(total)
+        sums = self.batch_count, self.batch_mean, self.batch_squares
+        for sum_, found in zip(sums, combined(Moments(*sums), Moments(count, mean, squares)), strict=True):
+            sum_.copy_(found)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled by the class that it was made of: its own has no name in any file."""

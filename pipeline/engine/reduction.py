@@ -7,6 +7,7 @@ once and are waited for when the step is over. Then gradients are views of the b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -21,6 +22,28 @@ Sum = Callable[[], Tensor]
 
 Add = Callable[[Hashable, Tensor], Sum]
 """Begins to add a tensor, which is given away, to those that the other replicas give under the same key."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A rank and its like in the other replicas of the pipeline, which do the same in the same order.
+
+    Args:
+        number, count: which of how many this is.
+        add: sums over them.
+    """
+
+    number: int
+    count: int
+    add: Add
+
+    def gather(self, key: Hashable, row: Tensor) -> Sum:
+        """Begin to exchange a row of numbers for those of all replicas, (count, numbers)."""
+        rows = row.new_zeros(self.count, row.numel())
+        rows[self.number] = row
+        wait = self.add(key, rows.view(-1))
+        return lambda: wait().view(self.count, -1)
+
 
 _BUCKET_BYTES = 32 << 20
 

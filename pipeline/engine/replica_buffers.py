@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.engine import batch_norm
-from pipeline.engine.reduction import Add
+from pipeline.engine.reduction import Replicas
+from pipeline.engine.synced_batch_norm import Synced
 
 _BYTES = torch.uint8
 
@@ -24,15 +25,15 @@ class ReplicaBuffers:
 
     Args:
         modules: the rank's.
-        replica, replicas: which of how many this is.
-        add: sums over the replicas.
+        replicas: this one and the others.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], replica: int, replicas: int, add: Add) -> None:
+    def __init__(self, modules: Iterable[nn.Module], replicas: Replicas) -> None:
         modules = list(modules)
-        self._replica, self._replicas, self._add = replica, replicas, add
-        self._norms = batch_norm.averages(modules)
-        handled = {id(norm.module) for norm in self._norms}
+        self._replicas = replicas
+        alike = {id(module) for root in modules for module in root.modules() if isinstance(module, Synced)}
+        self._norms = [norm for norm in batch_norm.averages(modules) if id(norm.module) not in alike]
+        handled = alike | {id(norm.module) for norm in self._norms}
         unique = {id(module): module for root in modules for module in root.modules() if id(module) not in handled}
         self._others = [
             (module, name)
@@ -59,10 +60,10 @@ class ReplicaBuffers:
             own.append(torch.tensor(changed, dtype=torch.float64, device=self._other_buffers()[0].device))
         if not own:
             return
-        wait = self._add("moved", self._row(torch.cat(own)))
+        wait = self._replicas.gather("moved", torch.cat(own))
         yield
         sizes = [part.numel() for part in own]
-        columns = wait().view(self._replicas, -1).split(sizes, dim=1)
+        columns = wait().split(sizes, dim=1)
         for norm, rows in zip(self._norms, columns, strict=False):
             norm.merge(rows)
         if changed:
@@ -74,7 +75,7 @@ class ReplicaBuffers:
             return
         # as bytes: a sum with nothing but zeros is what the first has, to the last bit and of any type
         own = torch.cat([buffer.detach().contiguous().view(-1).view(_BYTES) for buffer in buffers])
-        wait = self._add("buffers", own if self._replica == 0 else torch.zeros_like(own))
+        wait = self._replicas.add("buffers", own if self._replicas.number == 0 else torch.zeros_like(own))
         yield
         ends = list(accumulate(buffer.nbytes for buffer in buffers))
         found = wait()
@@ -82,11 +83,6 @@ class ReplicaBuffers:
             for buffer, end in zip(buffers, ends, strict=True):
                 content = found[end - buffer.nbytes : end].clone()  # aligned for its type
                 buffer.copy_(content.view(buffer.dtype).view(buffer.shape))
-
-    def _row(self, own: Tensor) -> Tensor:
-        rows = own.new_zeros(self._replicas, own.numel())
-        rows[self._replica] = own
-        return rows.view(-1)
 
     def _other_buffers(self) -> list[Tensor]:
         found = [module._buffers[name] for module, name in self._others]

@@ -30,8 +30,9 @@ class Placement:
     """How a run computes: the device, the parameters' dtype, autocast, the seed of everything random, and with what.
 
     Without a compiler layers run as PyTorch's operators, one by one. With `defers_batch_norm` BatchNorm's running
-    averages move once a step (`pipeline.engine.batch_norm`). `masters` is the dtype of the parameters' exact copies
-    and of the gradients, None where there are no copies (`pipeline.training.masters`).
+    averages move once a step (`pipeline.engine.batch_norm`); with `syncs_batch_norm` its statistics are those of all
+    replicas, if there are several (`pipeline.engine.synced_batch_norm`). `masters` is the dtype of the parameters'
+    exact copies and of the gradients, None where there are no copies (`pipeline.training.masters`).
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class Placement:
     seed: int
     compiler: Compiler | None = None
     defers_batch_norm: bool = False
+    syncs_batch_norm: bool = False
     masters: torch.dtype | None = None
 
     def loaded(self, inputs: Tensor) -> Tensor:

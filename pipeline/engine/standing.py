@@ -117,12 +117,16 @@ class Marker:
         self.move(self._position)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The rank waits for others inside. An exception leaves it marked so: that is where it stood."""
-        outside, self._waits = self._waits, True
+    def waiting(self, activity: Activity | None = None) -> Iterator[None]:
+        """The rank waits for others inside. An exception leaves it marked so: that is where it stood.
+
+        `activity`: what it waits in, if that is another than before.
+        """
+        before, outside, self._waits = self._activity, self._waits, True
+        self._activity = before if activity is None else activity
         self.move(self._position, waiting=True)
         yield
-        self._waits = outside
+        self._activity, self._waits = before, outside
         self.move(self._position, waiting=outside)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.engine.clock_offset import Comparison, compare, exchange
 from pipeline.engine.distributed import naming, new_group, token
 from pipeline.engine.reduction import Sum
-from pipeline.engine.standing import Board, Marker
+from pipeline.engine.standing import Activity, Board, Marker
 from pipeline.training import rendezvous
 
 T = TypeVar("T")
@@ -223,13 +223,13 @@ class DistributedGroup:
     def add(self, rank: int, key: Hashable, tensor: Tensor) -> Sum:
         """An all-reduce that goes on beside the schedule."""
         there = tensor.cpu() if self._stages(tensor) else tensor
-        what = f"rank {rank} summed gradients over the replicas"
+        what = f"rank {rank} summed over the replicas"
         with naming(what):
             work = dist.all_reduce(there, group=self._replicas, async_op=True)
         return partial(self._waited, work, there, tensor.device, what)
 
     def _waited(self, work: dist.Work, there: Tensor, device: torch.device, what: str) -> Tensor:
-        with naming(what), self._marker.waiting():
+        with naming(what), self._marker.waiting(Activity.REDUCING):
             work.wait()
         return there.to(device)
 

@@ -18,7 +18,7 @@ _WORDS = {
     Activity.STARTING: "starting",
     Activity.CONNECTING: "connecting to the other ranks",
     Activity.LOADING: "loading batch {number}",
-    Activity.REDUCING: "summing the gradients of step {number} over the replicas",
+    Activity.REDUCING: "summing over the replicas in step {number}",
     Activity.SUMMING_TIED: "summing the tied gradients of step {number}",
     Activity.TAKING_NORM: "taking the gradient's norm of step {number}",
     Activity.UPDATING: "updating the weights of step {number}",

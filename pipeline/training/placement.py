@@ -19,5 +19,6 @@ def place(settings: Settings, device: torch.device) -> Placement:
         settings.seed,
         Compiler() if settings.compile else None,
         defers_batch_norm=settings.batch_norm == "deferred",
+        syncs_batch_norm=settings.batch_norm == "sync",
         masters=master_dtype(settings.precision),
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.engine.reduction import Add, Reducer
+from pipeline.engine.reduction import Add, Reducer, Replicas
 from pipeline.engine.replica_buffers import ReplicaBuffers
 from pipeline.engine.stage import Stage
+from pipeline.engine.synced_batch_norm import synchronize
 from pipeline.training.plan import Plan
 
 
@@ -30,7 +31,10 @@ class Replicated:
         }
         self.reducer = Reducer(plan.program.rows[row], parameters, add)
         modules = [module for stage in stages.values() for module in stage.modules]
-        self.buffers = ReplicaBuffers(modules, replica, plan.dp, add)
+        replicas = Replicas(replica, plan.dp, add)
+        if any(stage.placement.syncs_batch_norm for stage in stages.values()):
+            synchronize(modules, replicas)
+        self.buffers = ReplicaBuffers(modules, replicas)
 
     def begin_step(self) -> None:
         """Forget what an abandoned step left."""

@@ -211,7 +211,9 @@ class Settings:
     microbatches: int = described(8, "pieces that a batch, or a replica's part of it, is cut into")
     batch_size: int = described(32, "samples a step")
     steps: int = described(300, "training steps")
-    batch_norm: str = described("microbatch", "BatchNorm's averages move each microbatch, or once a step: deferred")
+    batch_norm: str = described(
+        "microbatch", "microbatch, deferred (BatchNorm's averages move once a step) or sync (over replicas)"
+    )
     prefetch: int = described(2, "receives that are posted ahead of their use")
     compile: bool = described(False, "fuse every layer's operators with torch.compile, before the first step")
     timeout: float = described(300.0, "seconds that a message may take before the job ends with an error")
@@ -283,6 +285,7 @@ class Settings:
             raise ValueError(f"gradient_clip={self.gradient_clip:g} is not positive: use a positive norm, or null")
         for name, words in _WORDS.items():
             self._check_word(name, words)
+        self._check_sync()
         self.precision.check()
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature:g} is out of range: use 0 (the likeliest token) or more")
@@ -306,6 +309,21 @@ class Settings:
             f"microbatches={self.microbatches}{replicas} is more than batch_size={self.batch_size}: every microbatch "
             f"needs a sample, so use {fewer}, or a larger batch"
         )
+
+    def _check_sync(self) -> None:
+        """BatchNorm over replicas waits for them in the middle of an action."""
+        if self.batch_norm != "sync":
+            return
+        if self.launch == "in_process" and self.dp > 1:
+            raise ValueError(
+                "batch_norm=sync lets replicas wait for each other in every layer, which ranks that take turns can't: "
+                "use launch=processes, or batch_norm=microbatch"
+            )
+        if self.compile:
+            raise ValueError(
+                "batch_norm=sync exchanges statistics in the middle of a layer, which compile=true fuses: use one "
+                "of them"
+            )
 
     def _check_word(self, path: str, words: tuple[str | None, ...]) -> None:
         value: Any = self
@@ -363,7 +381,7 @@ _WORDS: dict[str, tuple[str | None, ...]] = {
     "launch": ("processes", "in_process"),
     "device": ("auto", "cpu", "cuda"),
     "transport": ("auto", "gloo"),
-    "batch_norm": ("microbatch", "deferred"),
+    "batch_norm": ("microbatch", "deferred", "sync"),
     "on_nonfinite": ("stop", "skip"),
     "schedule.release": ("end", "each"),
     "schedule.objective": ("makespan", "span"),

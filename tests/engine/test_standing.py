@@ -58,6 +58,9 @@ def test_a_marker_waits_inside_and_stays_waiting_where_it_failed():
             assert board.standing(0).waiting
         assert board.standing(0).waiting, "inside the outer one still"
     assert not board.standing(0).waiting
+    with marker.waiting(Activity.REDUCING):
+        assert board.standing(0).activity is Activity.REDUCING
+    assert board.standing(0).activity is Activity.TAKING_NORM
     with pytest.raises(ConnectionError), marker.waiting():
         raise ConnectionError
     assert board.standing(0).waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import defaultdict
 from functools import partial
 from itertools import pairwise
 
@@ -13,10 +14,15 @@ from torch import nn
 
 from pipeline.training.checkpoint import find_checkpoint
 from pipeline.training.failures import NonFiniteError
+from pipeline.training.group import LocalGroup
+from pipeline.training.launch import launch
 from pipeline.training.messages import StepMetrics
+from pipeline.training.ranks import Ranks
 from pipeline.training.saving import Saving
 from pipeline.training.settings import OptimizerSettings
+from tests.engine.harness import buffers_of, build_ranks, plan_for
 from tests.engine.samples import chain, linears, small_gpt, vectors
+from tests.training import replica_targets
 from tests.training.harness import (
     BF16_TRUE,
     FP16,
@@ -334,3 +340,39 @@ def test_a_replica_loads_its_own_samples_and_the_targets_whose_weight_is_the_who
     assert torch.equal(torch.cat(loaded[1].targets), whole.targets(0)[:4])
     assert [loaded[rank].weight for rank in (1, 3)] == [7 * 8] * 2
     assert [loaded[rank].first for rank in range(4)] == [0, 0, 2, 2]
+
+
+# BatchNorm over replicas, which wait for each other in the middle of an action: in processes alone
+
+
+@pytest.fixture(scope="module")
+def synced():
+    """Of every case what the four ranks of two replicas send."""
+    found = defaultdict(list)
+    launch(replica_targets.synced_steps, None, 4, on_message=lambda message: found[message[0]].append(message[1:]))
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "checkpoint"), replica_targets.CASES)
+def test_synced_microbatches_are_normalized_as_their_union(synced, schedule, checkpoint):
+    """As one pipeline that gets a microbatch of either replica as one; two steps of eleven samples: 3, 3, 3 and 2."""
+    ranks = sorted(synced[schedule, checkpoint])
+    model, (inputs, targets) = replica_targets.model(), vectors(11)
+    settings = settings_to_train("1f1b", 1, 2, 11, 1, precision=FP64)
+    order = [*range(3), *range(6, 9), *range(3, 6), *range(9, 11)]
+    plan = dataclasses.replace(plan_for(settings, model, inputs), microbatch_sizes=(6, 5))
+    (alone,) = build_ranks(plan, model)
+    pair = Ranks(plan, [alone], model.loss, LocalGroup(1))
+    for step in range(2):
+        expected = pair.train(pair.cut(step, inputs[order], targets[order]))
+    loss = sum(loss for _, loss, _, _ in ranks if loss is not None)
+    assert loss == pytest.approx(expected[0].loss.item(), rel=1e-12)
+    for first, second in zip(ranks[:2], ranks[2:], strict=True):
+        for found, other in zip(first[2:], second[2:], strict=True):
+            assert all(torch.equal(tensor, other[name]) for name, tensor in found.items())
+    gradients, buffers = ({**ranks[0][kind], **ranks[1][kind]} for kind in (2, 3))
+    for name, parameter in alone.parameters.items():
+        assert torch.allclose(gradients[name], parameter.grad, rtol=1e-10, atol=1e-13), name
+    for name, buffer in buffers_of(list(alone.stages.values())).items():
+        assert torch.allclose(buffers[name].double(), buffer.double(), rtol=1e-12), name
+    assert buffers["1.num_batches_tracked"] == 4

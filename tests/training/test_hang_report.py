@@ -200,7 +200,7 @@ def in_replica(number, *standings):
 def test_a_rank_of_the_second_replica_waits_for_its_own_neighbor():
     found = in_replica(1, at(0, "0B1", waiting=True), at(1, "1B1"))
     assert found.blamed()[0] == 3
-    waits = "summing the gradients of step 7 over the replicas for 31 s: waits for the other ranks"
+    waits = "summing over the replicas in step 7 for 31 s: waits for the other ranks"
     assert found.text().splitlines() == [
         f"rank 0  {waits}",
         f"rank 1  {waits}",

@@ -34,6 +34,7 @@ def test_the_defaults_pass():
     ("path", "value", "message"),
     [
         ("seed", -1, "seed=-1 is too small: use 0 or more"),
+        ("batch_norm", "shared", "batch_norm=shared is unknown: use microbatch, deferred or sync"),
         ("pp", 0, "pp=0 is too small: use 1 or more"),
         ("dp", 0, "dp=0 is too small: use 1 or more"),
         ("dp", 5, "microbatches=8 in each of dp=5 replicas is more than batch_size=32: .* use microbatches=6 or fewer"),
@@ -146,3 +147,12 @@ def test_compiled_layers_keep_no_outputs_of_operations_inside_them():
     ):
         Settings(compile=True, activation_checkpoint=chosen).check()
     Settings(compile=True, activation_checkpoint=ActivationCheckpointSettings("selective", 2)).check()
+
+
+def test_what_batch_norm_over_replicas_cannot_go_with():
+    Settings(batch_norm="sync", dp=2).check()
+    Settings(batch_norm="sync", launch="in_process").check()
+    with pytest.raises(ValueError, match=r"batch_norm=sync lets replicas wait for each other .* use launch=processes"):
+        Settings(batch_norm="sync", launch="in_process", dp=2).check()
+    with pytest.raises(ValueError, match=r"batch_norm=sync .* compile=true fuses: use one of them"):
+        Settings(batch_norm="sync", compile=True).check()
