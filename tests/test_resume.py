@@ -96,7 +96,7 @@ def test_a_text_goes_on(saved, tmp_path):
     ("arguments", "message"),
     [
         ([], "is at step 4, and steps=3 leaves nothing to train: use steps=8"),
-        (["steps=8", "model.width=64"], "use model=gpt model.layers=2 model.width=32"),
+        (["steps=8", "model.width=64"], "model.layers=2 model.width=32 model.heads=2"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_2(saved, tmp_path, arguments, message):

@@ -167,7 +167,7 @@ class Record(Protocol):
         """Called once, at any kind of end."""
 
 
-def train(job: Job, recorder: Record | None, log_file: Path) -> None:
+def run_job(job: Job, recorder: Record | None, log_file: Path) -> None:
     """Run the job to its end and record it.
 
     Args:
@@ -182,15 +182,15 @@ def train(job: Job, recorder: Record | None, log_file: Path) -> None:
     with sigterm_raises():
         if rendezvous.is_launched():
             board = Board.in_memory(1)
-            rank = partial(_train_here, job, board.marker(0))
+            rank = partial(_run_here, job, board.marker(0))
             judged = partial(as_one_failure, board, job.plan.programs, settings.timeout)
             _record(recorder, board, lambda report: judged(partial(rank, report)))
         elif settings.launch == "in_process":
             board = Board.in_memory(settings.ranks)
-            _record(recorder, board, partial(_train_in_process, job, board))
+            _record(recorder, board, partial(_run_in_process, job, board))
         else:
             with contextlib.closing(SharedBoard(settings.ranks)) as shared:
-                _record(recorder, shared, partial(_train_in_processes, job, shared, log_file))
+                _record(recorder, shared, partial(_run_in_processes, job, shared, log_file))
 
 
 def _record(recorder: Record | None, board: Board, run: Callable[[Report], None]) -> None:
@@ -219,12 +219,12 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _train_in_processes(job: Job, board: SharedBoard, log_file: Path, report: Report) -> None:
+def _run_in_processes(job: Job, board: SharedBoard, log_file: Path, report: Report) -> None:
     """All ranks, in local processes that move their markers on the board."""
     watch = Watch(board)
     try:
         launch(
-            _train_on_board,
+            _run_on_board,
             (job, board.name),
             job.settings.ranks,
             on_message=report,
@@ -236,13 +236,13 @@ def _train_in_processes(job: Job, board: SharedBoard, log_file: Path, report: Re
         raise watch.explain(failure, job.plan.programs, job.settings.timeout) from None
 
 
-def _train_on_board(payload: tuple[Job, str], report: Report) -> None:
+def _run_on_board(payload: tuple[Job, str], report: Report) -> None:
     job, name = payload
     board = SharedBoard(job.settings.ranks, name)
-    _train_here(job, board.marker(rendezvous.rank()), report)
+    _run_here(job, board.marker(rendezvous.rank()), report)
 
 
-def _train_here(job: Job, marker: Marker, report: Report) -> None:
+def _run_here(job: Job, marker: Marker, report: Report) -> None:
     """One rank of several processes."""
     settings, number = job.settings, rendezvous.rank()
     device = own_device(job.devices)
@@ -252,27 +252,27 @@ def _train_here(job: Job, marker: Marker, report: Report) -> None:
             rendezvous.join(settings.timeout)
             group, transport = connect(settings, job.plan, device, job.devices.backend, marker)
         marker.enter(Activity.STARTING)
-        _train_ranks(job, {number: marker}, device, transport, group, report)
+        _run_ranks(job, {number: marker}, device, transport, group, report)
     finally:
         rendezvous.leave()
 
 
-def _train_in_process(job: Job, board: Board, report: Report) -> None:
+def _run_in_process(job: Job, board: Board, report: Report) -> None:
     """All ranks, taking turns."""
     group = LocalGroup(job.settings.pp, job.settings.dp)
     markers = {rank: board.marker(rank) for rank in group.local}
-    _train_ranks(job, markers, job.devices.of(0), InProcessTransport(), group, report)
+    _run_ranks(job, markers, job.devices.of(0), InProcessTransport(), group, report)
 
 
-def _train_ranks(
+def _run_ranks(
     job: Job, markers: Mapping[int, Marker], device: torch.device, transport: Transport, group: Group, report: Report
 ) -> None:
     keep_freed_memory()
     with deterministic(job.settings.deterministic, compiled=job.settings.compile):
-        _build_and_train(job, markers, device, transport, group, report)
+        _build_and_work(job, markers, device, transport, group, report)
 
 
-def _build_and_train(
+def _build_and_work(
     job: Job, markers: Mapping[int, Marker], device: torch.device, transport: Transport, group: Group, report: Report
 ) -> None:
     settings, model = job.settings, job.build_model()

@@ -15,7 +15,7 @@ from pipeline.training.evaluation import Evaluate
 from pipeline.training.generation import Generate
 from pipeline.training.inference import chunks, under_way
 from pipeline.training.job import Builders, Job, check_launch
-from pipeline.training.plan import for_inference, make_plan
+from pipeline.training.plan import draft_plan, for_batch, for_inference
 from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
 from pipeline.training.saving import check_continues, check_fits
 from pipeline.training.settings import Settings
@@ -35,8 +35,10 @@ def prepare(settings: Settings, builders: Builders, validation_batches: int) -> 
         OSError: the data can't be read.
     """
     model, data, job = _prepare(settings, builders, validation_batches)
-    inputs, targets = data.train.inputs(0), data.train.targets(0)
-    return replace(job, plan=with_predicted_bytes(job.plan, settings, model, inputs, targets, job.devices.of(0)))
+    inputs, targets, device = data.train.inputs(0), data.train.targets(0), job.devices.of(0)
+    plan = for_batch(job.plan, settings, model, specs_of(inputs), device)
+    plan.check_targets(data.classes)
+    return replace(job, plan=with_predicted_bytes(plan, settings, model, inputs, targets, device))
 
 
 def prepare_evaluation(settings: Settings, builders: Builders, validation_batches: int) -> Job:
@@ -49,7 +51,7 @@ def prepare_evaluation(settings: Settings, builders: Builders, validation_batche
     samples, batch = data.validation.samples, settings.batch_size
     if samples is None:
         samples = validation_batches * batch
-    largest, microbatches = job.plan.microbatch_sizes[0], under_way(settings.microbatches, settings.pp)
+    largest, microbatches = -(-batch // settings.microbatches), under_way(settings.microbatches, settings.pp)
     sizes = {
         size
         for held in (min(samples, batch), samples % batch)
@@ -59,6 +61,7 @@ def prepare_evaluation(settings: Settings, builders: Builders, validation_batche
     }
     inputs = specs_of(data.validation.inputs(0))
     plan = for_inference(job.plan, settings, model, inputs, job.devices.of(0), microbatches=microbatches, sizes=sizes)
+    plan.check_targets(data.classes)
     return replace(job, plan=plan, work=Evaluate(data.kind, samples, batch, largest))
 
 
@@ -80,6 +83,7 @@ def prepare_generation(settings: Settings, builders: Builders) -> tuple[Job, Cod
     inputs = specs_of(data.train.inputs(0))
     assert isinstance(inputs, TensorSpec), "text is one tensor of tokens"
     plan = for_inference(job.plan, settings, model, inputs, job.devices.of(0), microbatches=1, sizes={1})
+    plan.check_targets(data.classes)
     work = Generate(
         prompt, settings.max_new_tokens, inputs.shape[1], settings.temperature, settings.top_k, settings.seed
     )
@@ -87,7 +91,7 @@ def prepare_generation(settings: Settings, builders: Builders) -> tuple[Job, Cod
 
 
 def _prepare(settings: Settings, builders: Builders, validation_batches: int) -> tuple[Model, Data, Job]:
-    """The model, the data, and a job to train with them."""
+    """The model, the data, and a job to train with them, whose plan is for batches of any shape."""
     if settings.task != "train" and settings.dp > 1:
         raise ValueError(f"task={settings.task} takes one pipeline, and dp={settings.dp} makes several: use dp=1")
     check_launch(settings)
@@ -97,8 +101,7 @@ def _prepare(settings: Settings, builders: Builders, validation_batches: int) ->
     device, inputs, targets = devices.of(0), data.train.inputs(0), data.train.targets(0)
     cut, costs = decide_cut(settings, model, inputs, targets, device)
     footprint = footprint_for_a_limit(settings, model, inputs, targets, device, cut.counts)
-    plan = make_plan(settings, model, specs_of(inputs), device, costs, footprint, cut)
-    plan.check_targets(data.classes)
+    plan = draft_plan(settings, model, costs, footprint, cut=cut)
     if rendezvous.rank() == 0:
         warn_of_slow_choices(settings, devices)
     tokens = data.kind == "text"

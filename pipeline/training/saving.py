@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,13 @@ from pipeline.training.checkpoint import Checkpoint, Progress
 from pipeline.training.group import Group
 from pipeline.training.optimizer import load_state, named_state
 from pipeline.training.rank import Rank
+from pipeline.training.recorder import plain
 from pipeline.training.settings import Settings
+
+_DECISIVE = (
+    *("seed", "batch_size", "steps", "gradient_clip", "batch_norm", "on_nonfinite"),
+    *("model", "data", "optimizer", "precision"),
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,22 @@ def check_continues(checkpoint: Checkpoint, settings: Settings) -> None:
             f"{checkpoint.path} holds the state of optimizer={optimizer}, of no use to {settings.optimizer.name}: use "
             f"optimizer={optimizer}"
         )
+
+
+def other_settings(checkpoint: Checkpoint, config: Mapping[str, object]) -> list[str]:
+    """The settings that make a continued run another one than the checkpoint's would have been, with both values."""
+    theirs, ours = (dict(_decisive(plain(each))) for each in (checkpoint.config, config))
+    return [
+        f"{name}={ours[name]} (was {value})" for name, value in theirs.items() if name in ours and ours[name] != value
+    ]
+
+
+def _decisive(config: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """The values that decide a run's numbers by their dotted names: not the pipeline's, for it changes none."""
+    assert isinstance(config, Mapping), "a configuration or a group of it"
+    for name, value in config.items():
+        if path or name in _DECISIVE:
+            yield from _decisive(value, f"{path}{name}.") if isinstance(value, Mapping) else [(f"{path}{name}", value)]
 
 
 def _state(rank: Rank) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from pipeline.training.checkpoint import FOLDER
 from pipeline.training.export_task import Writer, export
-from pipeline.training.job import Builders, Job, Record, train
+from pipeline.training.job import Builders, Job, Record, run_job
 from pipeline.training.plan_text import print_plan
 from pipeline.training.planning import plan
 from pipeline.training.preparation import prepare, prepare_evaluation, prepare_generation
@@ -20,9 +21,11 @@ from pipeline.training.profile_task import profile
 from pipeline.training.progress import ProgressLine
 from pipeline.training.recorder import Recorder, Sink
 from pipeline.training.results import Results, show_metrics, show_text
-from pipeline.training.saving import Saving
+from pipeline.training.saving import Saving, other_settings
 from pipeline.training.settings import Settings
 from pipeline.training.wandb_logger import WandbLogger
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ Task = Callable[[Order], Run]
 def _train(order: Order) -> Run:
     job = prepare(order.settings, order.builders(), order.validation_batches)
     job = replace(job, saved=_saving(order))
+    if job.resumed is not None and order.records:
+        for setting in other_settings(job.resumed, order.config()):
+            _log.warning("goes on with another setting than the checkpoint's: %s", setting)
     return partial(_run_job, job, _recorder(order, job) if order.records else None, order.directory)
 
 
@@ -70,7 +76,7 @@ def _saving(order: Order) -> Saving | None:
 
 def _run_job(job: Job, recorder: Record | None, directory: Path) -> None:
     try:
-        train(job, recorder, directory / "train.log")
+        run_job(job, recorder, directory / "train.log")
     except (KeyboardInterrupt, SystemExit) as stop:  # Ctrl-C or SIGTERM: no error of the job, and it ends a sweep
         print(f"interrupted; what was recorded is in {directory}", file=sys.stderr)
         raise SystemExit(130 if isinstance(stop, KeyboardInterrupt) else stop.code) from None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.training.job import Job, train
+from pipeline.training.job import Job, run_job
 from tests.engine.samples import images, text
 
 
@@ -88,7 +88,7 @@ class Record:
 def result_of(job: Job, folder: Path) -> Any:
     """The one message of a job that trains nothing."""
     record = Record()
-    train(job, record, folder / "train.log")
+    run_job(job, record, folder / "train.log")
     (message,) = record.messages
     return message
 

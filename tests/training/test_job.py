@@ -13,7 +13,7 @@ from models.gpt import gpt
 from pipeline.engine.boundary import TensorSpec
 from pipeline.training.devices import Devices
 from pipeline.training.failures import NonFiniteError, RankFailure
-from pipeline.training.job import Job, check_launch, train
+from pipeline.training.job import Job, check_launch, run_job
 from pipeline.training.messages import Finished, StepMetrics, ValidationMetrics
 from pipeline.training.plan import make_plan
 from pipeline.training.settings import CostsSettings
@@ -57,7 +57,7 @@ def job_for(settings, build_model=SMALL, build_data=None):
 
 def record_of(job, tmp_path):
     record = Record()
-    train(job, record, tmp_path / "train.log")
+    run_job(job, record, tmp_path / "train.log")
     return record
 
 
@@ -102,7 +102,7 @@ def test_what_is_not_a_number_ends_every_rank_with_one_error(tmp_path, launch):
     with pytest.raises(
         NonFiniteError, match=r"^the loss is nan at step 1, first the output of layer 1 \(stage 1, [^\n]*$"
     ):
-        train(job_for(settings, build_model, partial(vector_data, 4)), record, tmp_path / "train.log")
+        run_job(job_for(settings, build_model, partial(vector_data, 4)), record, tmp_path / "train.log")
     (_, (status, error)) = record.calls
     assert record.steps_done == 0
     assert status == "failed"
@@ -113,7 +113,7 @@ def test_a_failing_action_is_recorded(tmp_path):
     build_model = partial(chain, [TWO_LINEARS[0], partial(BreaksOnRank1, 4, 4)])
     record = Record()
     with pytest.raises(RankFailure, match=r"rank 1 failed in 1F0 \(microbatch 0\) of step 2: the third forward breaks"):
-        train(
+        run_job(
             job_for(settings_to_train("1f1b", 2, 2, 4, 3), build_model, partial(vector_data, 4)),
             record,
             tmp_path / "train.log",
@@ -131,14 +131,14 @@ def test_an_interruption_is_recorded_as_one(tmp_path, interruption, monkeypatch)
     monkeypatch.setattr("pipeline.training.job.launch", interrupt)
     record = Record()
     with pytest.raises(BaseException) as caught:  # noqa: PT011
-        train(SimpleNamespace(settings=SimpleNamespace(launch="processes", ranks=2)), record, tmp_path / "train.log")
+        run_job(SimpleNamespace(settings=SimpleNamespace(launch="processes", ranks=2)), record, tmp_path / "train.log")
     assert isinstance(caught.value, KeyboardInterrupt | SystemExit)
     assert record.calls[1][0] == "interrupted"
 
 
 def test_a_rank_that_does_not_record_trains_too(tmp_path):
     settings = settings_to_train("1f1b", 2, 2, 4, 1, launch="in_process")
-    train(job_for(settings, partial(chain, TWO_LINEARS), partial(vector_data, 4)), None, tmp_path / "train.log")
+    run_job(job_for(settings, partial(chain, TWO_LINEARS), partial(vector_data, 4)), None, tmp_path / "train.log")
 
 
 @pytest.fixture

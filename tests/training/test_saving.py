@@ -15,7 +15,7 @@ from models.gpt import gpt
 from models.resnet import resnet
 from pipeline.training.checkpoint import Checkpoint, find_checkpoint
 from pipeline.training.messages import Prediction, StepMetrics
-from pipeline.training.saving import Saving, check_continues, check_fits
+from pipeline.training.saving import Saving, check_continues, check_fits, other_settings
 from pipeline.training.settings import OptimizerSettings, PartitionSettings
 from tests.engine.samples import chain, images, small_gpt
 from tests.training.harness import (
@@ -186,6 +186,26 @@ def test_saving_changes_nothing(tmp_path):
     settings = settings_to_train("1f1b", 2, **SHAPE)
     plain = train(settings, dropout_gpt(), text_data(6))
     assert train(settings, dropout_gpt(), text_data(6), saved=saving(tmp_path, every=1)).losses == plain.losses
+
+
+def test_settings_that_make_it_another_run_are_told():
+    _, _, checkpoint = saved_by("1f1b", 2)
+    config = {"seed": 3, "pp": 2, "optimizer": {"name": "sgd", "betas": (0.9, 0.95)}, "data": {"path": "x"}}
+    saved = replace(checkpoint, config={**config, "optimizer": {"name": "sgd", "betas": [0.9, 0.95]}, "logger": 1})
+    assert other_settings(saved, config) == []
+    changed = {**config, "pp": 4, "seed": 5, "data": {"path": "y", "more": 1}, "logger": 2}
+    assert other_settings(saved, changed) == ["seed=5 (was 3)", "data.path=y (was x)"]
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 4)])
+def test_replicas_save_once_and_go_on_in_other_numbers(tmp_path, pp, dp):
+    settings = settings_to_train("1f1b", 2, **{**SHAPE, "microbatches": 2, "batch_size": 8}, precision=FP64, dp=2)
+    run = train(settings, dropout_gpt(), text_data(8), saved=saving(tmp_path))
+    folder = tmp_path / "checkpoints" / "step-000004"
+    assert len(list(folder.glob("model-*-of-00002.safetensors"))) == 2
+    other = replace(settings, pp=pp, dp=dp, microbatches=4 // dp)
+    again = train(other, dropout_gpt(), text_data(8), resumed=find_checkpoint(folder))
+    assert relative_error(again.losses, run.losses[4:]) <= 1e-12
 
 
 # What can't be
