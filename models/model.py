@@ -56,3 +56,20 @@ class Model:
     tied: Mapping[str, str] = field(default_factory=dict)
     stochastic: bool = False
     names: Names = field(default_factory=Names)
+
+    def __post_init__(self) -> None:
+        """Let every tied parameter name the one that it is equal to in the end.
+
+        Raises:
+            ValueError: parameters are tied in a circle.
+        """
+        object.__setattr__(self, "tied", {alias: self._owner(alias) for alias in self.tied})
+
+    def _owner(self, alias: str) -> str:
+        passed, name = {alias}, self.tied[alias]
+        while name in self.tied:
+            if name in passed:
+                raise ValueError(f"{alias} is tied to itself by way of {name}: tie all to one that is not tied")
+            passed.add(name)
+            name = self.tied[name]
+        return name

@@ -31,10 +31,13 @@ def sum_tied_gradients(
         gradients = {}
         for rank in sorted(set(ranks) & set(local)):
             (parameter,) = {parameter for name, parameter in local[rank].items() if name in names}
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             gradients[rank] = parameter.grad
-        group.sum_gradients(ranks, gradients)
+        if gradients:  # else all copies are frozen
+            group.sum_gradients(ranks, gradients)
 
 
 def global_norm(

@@ -24,6 +24,7 @@ from pipeline.training.partitioning import Cut, simple_cut
 from pipeline.training.precision import autocast, crossing_dtype, parameter_dtype
 from pipeline.training.schedule_choice import stated_footprint, write_schedule
 from pipeline.training.settings import Settings
+from pipeline.training.ties import check_ties
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ def draft_plan(
     """
     schedule = schedule or write_schedule(settings, costs)
     validate(schedule)
+    check_ties(model)
     layers = layer_sizes(model)
     chosen = cut or simple_cut(settings, parameter_counts(layers), schedule.stages)
     counts = chosen.counts
