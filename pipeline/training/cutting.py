@@ -11,7 +11,7 @@ from pipeline.engine.nest import Nest
 from pipeline.partition.problem import Counts
 from pipeline.schedule.costs import Costs
 from pipeline.training.checkpointing import recomputed_part
-from pipeline.training.partitioning import Cut, searched_cut, simple_cut
+from pipeline.training.partitioning import SEARCHED, Cut, check_search, searched_cut, simple_cut
 from pipeline.training.plan import layer_sizes, parameter_counts
 from pipeline.training.profiling import predict_layer_bytes, take_profile, to_costs
 from pipeline.training.schedule_choice import write_schedule
@@ -36,15 +36,19 @@ def decide_cut(settings: Settings, model: Model, inputs: Nest, targets: Nest, de
     Raises:
         ValueError: the cut or the profile can't be.
     """
-    profile = take_profile(settings, model, inputs, targets, device) if settings.profiled else None
+    cut, profile = None, None
+    if settings.partition.name in SEARCHED:
+        check_search(settings, len(model.layers))  # before layers are timed, which takes a while
+    else:
+        cut = simple_cut(settings, parameter_counts(layer_sizes(model)), write_schedule(settings).stages)
+    if settings.profiled:
+        profile = take_profile(settings, model, inputs, targets, device)
 
     def costs_of(counts: Counts) -> Costs | None:
         part = recomputed_part(settings.activation_checkpoint)
         return None if profile is None else to_costs(profile.layers, counts, part, settings)
 
-    if settings.partition.name in ("time", "memory", "auto"):
+    if cut is None:
         layers = profile.layers if profile else predict_layer_bytes(settings, model, inputs, targets, device)
         cut = searched_cut(settings, layers, costs_of)
-    else:
-        cut = simple_cut(settings, parameter_counts(layer_sizes(model)), write_schedule(settings).stages)
     return Decided(cut, costs_of(cut.counts))

@@ -60,12 +60,12 @@ def searched_cut(settings: Settings, layers: Sequence[LayerCosts], costs_of: Cal
         costs_of: a cut's costs by stage, for a schedule that is searched for its costs; None: the stated ones.
 
     Raises:
-        ValueError: the cut or the settings' limits can't be.
+        ValueError: the cut can't be, or see `check_search`.
     """
-    _check_terms(settings)
+    check_search(settings, len(layers))
 
     def search() -> str:
-        cut = _SEARCHES[settings.partition.name](settings, layers, costs_of)
+        cut = SEARCHED[settings.partition.name](settings, layers, costs_of)
         return json.dumps(asdict(cut))
 
     # a process may prepare several runs, as in a sweep: what is agreed on is known by all that it depends on
@@ -74,9 +74,16 @@ def searched_cut(settings: Settings, layers: Sequence[LayerCosts], costs_of: Cal
     return Cut(tuple(agreed["counts"]), agreed["why"])
 
 
-def _check_terms(settings: Settings) -> None:
-    """Refuse what a search over cuts can't reckon with."""
+def check_search(settings: Settings, layers: int) -> None:
+    """Refuse what a search over the cuts of so many layers can't reckon with.
+
+    Raises:
+        ValueError: too few layers, a limit that is no size, times of messages by stage, recomputation by bytes.
+    """
     chosen, costs = settings.partition, settings.costs
+    partition.uniform(layers, write_schedule(settings).stages)
+    _memory_limit(settings)
+    stated_times("costs.transfer", costs.transfer)
     if isinstance(costs.transfer, list | tuple):
         raise ValueError(
             f"costs.transfer={list(costs.transfer)} has an entry a stage, and partition={chosen.name} still looks for "
@@ -136,7 +143,7 @@ def _by_makespan(settings: Settings, layers: Sequence[LayerCosts], costs_of: Cal
     return _told("auto", found.counts, "simulated makespan", makespan, f", {proof}")
 
 
-_SEARCHES = {"time": _by_time, "memory": _by_memory, "auto": _by_makespan}
+SEARCHED = {"time": _by_time, "memory": _by_memory, "auto": _by_makespan}
 
 
 def problem_of(settings: Settings, layers: Sequence[LayerCosts], schedule: Schedule) -> Problem:
