@@ -79,7 +79,7 @@ def default(tmp_path_factory: FOLDER) -> Ran:
 def test_a_run_prints_plan_progress_and_summary_in_80_columns(default: Ran) -> None:
     assert default.status == 0, default.err
     lines = default.out.splitlines()
-    assert lines[0] == "gpt: 34,176 parameters in 4 layers"
+    assert lines[0] == "gpt: 34,176 parameters in 4 layers, 13.4 MFLOP a step"
     assert "1f1b: 2 ranks, 4 microbatches (warmup | steady | cooldown)" in lines
     assert "rank 0   F0|F1       B0--- F2 B1--- F3 B2---   |B3---" in lines
     assert "predicted bubbles: makespan 20.0 %, span 20.0 %" in lines

@@ -34,6 +34,7 @@ from pipeline.training.saving import Saving
 from pipeline.training.settings import Settings
 from pipeline.training.signals import sigterm_raises
 from pipeline.training.trainer import Data, Trainer
+from pipeline.training.utilization import speed_of
 from pipeline.training.verdict import as_one_failure
 from pipeline.training.watch import Watch
 
@@ -125,6 +126,7 @@ class Job:
             config=config,
             partition=plan.partition,
             layers=plan.counts,
+            speed=speed_of(settings, plan, self.devices),
         )
 
 

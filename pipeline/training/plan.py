@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.engine.boundary import Boundary, SpecNest, TensorSpec, boundaries
+from pipeline.engine.flops import TRAINING
 from pipeline.engine.model import Model
 from pipeline.engine.nest import Nest, flat, mapped, rebuilt
 from pipeline.engine.segments import Recomputed
@@ -64,6 +65,18 @@ class Plan:
     """Of each rank of all replicas, as predicted (`predicted_bytes.with_predicted_bytes`)."""
     dp: int = 1
     """Replicas of the pipeline, each with the schedule's ranks."""
+    flops: tuple[int, ...] | None = None
+    """Of each layer's forward, for a whole batch (`pipeline.engine.flops`)."""
+
+    @property
+    def flops_per_step(self) -> int | None:
+        """The model's for a training step: what a recomputation repeats counts once."""
+        return None if self.flops is None else TRAINING * sum(self.flops)
+
+    def stage_flops(self, stage: int) -> float | None:
+        """A stage's part of the model's; None where there are none, or they can't be told."""
+        total = sum(self.flops or ())
+        return sum((self.flops or ())[index] for index in self.layers_of(stage)) / total if total else None
 
     @property
     def programs(self) -> dict[Activity, Schedule]:

@@ -8,7 +8,7 @@ from rich.table import Table
 from pipeline.schedule.actions import ActionType
 from pipeline.schedule.grid import grid
 from pipeline.training.plan import Plan
-from pipeline.training.progress import bytes_text
+from pipeline.training.progress import bytes_text, flops_text, percent_text
 
 _LONGEST_GRID = 16
 """Ranks beyond which the grid says less than it takes room."""
@@ -18,6 +18,8 @@ def print_plan(plan: Plan, model: str, console: Console) -> None:
     """Print the stages, the grid and the predictions."""
     # no title of the table: rich pads one with spaces to the table's width
     title = f"{model}: {plan.parameters:,} parameters in {len(plan.layers)} layers"
+    if plan.flops_per_step:
+        title += f", {flops_text(plan.flops_per_step)} a step"
     console.print(title, highlight=False, markup=False)
     console.print(_stages(plan))
     console.print(f"partition  {plan.partition}", highlight=False, markup=False)
@@ -28,12 +30,14 @@ def print_plan(plan: Plan, model: str, console: Console) -> None:
 
 def _stages(plan: Plan) -> Table:
     table = Table()
-    for name in ("stage", "rank", "layers", "parameters"):
-        table.add_column(name, justify="right" if name == "parameters" else "left")
+    for name in ("stage", "rank", "layers", "parameters", "FLOPs"):
+        table.add_column(name, justify="right" if name in ("parameters", "FLOPs") else "left")
     for stage, rank in enumerate(plan.schedule.stage_to_rank):
         names = [plan.layers[index].name for index in plan.layers_of(stage)]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
-        table.add_row(str(stage), str(rank), span, f"{plan.stage_parameters(stage):,}")
+        table.add_row(
+            str(stage), str(rank), span, f"{plan.stage_parameters(stage):,}", percent_text(plan.stage_flops(stage))
+        )
     return table
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.engine.boundary import TensorSpec, specs_of
+from pipeline.engine.flops import forward_flops
 from pipeline.engine.model import Model
 from pipeline.training import rendezvous
 from pipeline.training.checkpoint import Checkpoint, find_checkpoint
@@ -38,7 +39,8 @@ def prepare(settings: Settings, builders: Builders, validation_batches: int) -> 
     inputs, targets, device = data.train.inputs(0), data.train.targets(0), job.devices.of(0)
     plan = for_batch(job.plan, settings, model, specs_of(inputs), device)
     plan.check_targets(data.classes)
-    return replace(job, plan=with_predicted_bytes(plan, settings, model, inputs, targets, device))
+    plan = with_predicted_bytes(plan, settings, model, inputs, targets, device)
+    return replace(job, plan=replace(plan, flops=forward_flops(model, inputs)))
 
 
 def prepare_evaluation(settings: Settings, builders: Builders, validation_batches: int) -> Job:

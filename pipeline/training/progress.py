@@ -165,7 +165,7 @@ def _idle(rows: Sequence[Mapping[str, Any]]) -> tuple[Table | str, ...]:
 
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     source = summary["bubble_source"] or "measured"
-    makespan, span = (f"{_percent(summary[name])} {source}" for name in ("bubble_measured", "bubble_span_measured"))
+    makespan, span = (f"{percent_text(summary[name])} {source}" for name in ("bubble_measured", "bubble_span_measured"))
     profiled = summary["profiled"] or {}
     return [
         (
@@ -177,24 +177,34 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("training loss", _number(summary["train_loss"])),
         ("validation loss", _number(summary["validation_loss"])),
         ("samples/s", rate_text(summary["samples_per_second"])),
+        ("compute", _compute(summary)),
         (
             "step time",
             f"{_seconds(summary['step_seconds'])} measured, {_seconds(summary['step_seconds_predicted'])} from profile",
         ),
         (
             "makespan bubble",
-            f"{makespan}, {_percent(summary['bubble_predicted'])} predicted, "
-            f"{_percent(profiled.get('bubble_makespan'))} from profile",
+            f"{makespan}, {percent_text(summary['bubble_predicted'])} predicted, "
+            f"{percent_text(profiled.get('bubble_makespan'))} from profile",
         ),
-        ("span bubble", f"{span}, {_percent(summary['bubble_span_predicted'])} from profile"),
+        ("span bubble", f"{span}, {percent_text(summary['bubble_span_predicted'])} from profile"),
     ]
+
+
+def _compute(summary: Mapping[str, Any]) -> str:
+    speed, share = summary["tflops_per_second"], summary["mfu"]
+    if speed is None:
+        return "-"
+    mfu = "" if share is None else f", MFU {percent_text(share)}"
+    return f"{flops_text(summary['model_flops_per_step'])} a step, {speed:.3g} TFLOP/s{mfu}"
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _percent(value: float | None) -> str:
+def percent_text(value: float | None) -> str:
+    """A share for people: 41.2 %."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
@@ -219,6 +229,16 @@ def bytes_text(count: int | None) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
+
+
+def flops_text(count: int) -> str:
+    """A number of floating-point operations for people: 999 MFLOP, 52.3 GFLOP, 1.2 TFLOP."""
+    size = count / 1e6
+    for unit in ("M", "G", "T"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}FLOP"
+        size /= 1000
+    return f"{size:.3g} PFLOP" if size < 999.5 else f"{size:,.0f} PFLOP"
 
 
 def duration_text(seconds: float) -> str:

@@ -20,6 +20,7 @@ from typing import IO, Literal, Protocol
 from pipeline.report.idle_text import idle_table
 from pipeline.schedule.simulate import Event
 from pipeline.training.messages import Finished, Prediction, RankReport, StepMetrics, ValidationMetrics
+from pipeline.training.speed import Speed
 from pipeline.training.step_statistics import Rows
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class RunFacts:
     """How the layers were cut, and why so."""
     layers: tuple[int, ...] = ()
     """How many of them each stage holds."""
+    speed: Speed = field(default_factory=Speed)
 
 
 class Sink(Protocol):
@@ -72,9 +74,9 @@ class Sink(Protocol):
 class Recorder:
     """Writes a run down as it happens. Call `start()`, then the recorder with each message, then `finish()`.
 
-    metrics.jsonl: one object a logged step, flushed line by line: the fields of StepMetrics and `seconds` since the
-    start. A validation has a line of its own: `step`, `validation_loss` and `seconds`. NaN and infinity are written as
-    null, in all files.
+    metrics.jsonl: one object a logged step, flushed line by line: the fields of StepMetrics, `tflops_per_second`, `mfu`
+    and `seconds` since the start. A validation has a line of its own: `step`, `validation_loss` and `seconds`. NaN and
+    infinity are written as null, in all files.
     """
 
     def __init__(self, directory: Path, facts: RunFacts, sinks: Sequence[Sink] = ()) -> None:
@@ -137,7 +139,7 @@ class Recorder:
 
     def _record_step(self, metrics: StepMetrics) -> None:
         self._steps.append(metrics)
-        self._write_line(asdict(metrics))
+        self._write_line({**asdict(metrics), **self.facts.speed.of(metrics.step_seconds)})
         self._tell(lambda sink: sink.log_step(metrics))
 
     def _record_validation(self, metrics: ValidationMetrics) -> None:
@@ -165,6 +167,8 @@ class Recorder:
             "steps": facts.steps,
             "steps_done": self._logged_steps() if steps_done is None else steps_done,
             **self._results(),
+            "model_flops_per_step": facts.speed.flops_per_step,
+            **facts.speed.of(self._step_seconds()),
             "bubble_predicted": facts.bubble_predicted,
             **self._predictions(),
             "parameters": facts.parameters,
@@ -176,6 +180,9 @@ class Recorder:
     def _logged_steps(self) -> int:
         return self._steps[-1].step if self._steps else 0
 
+    def _step_seconds(self) -> float | None:
+        return self._finished.step_seconds if self._finished else _median([step.step_seconds for step in self._steps])
+
     def _results(self) -> dict[str, object]:
         """The measured part: as the ranks say at a good end, else from the steps logged before the bad one."""
         done = self._finished
@@ -185,7 +192,7 @@ class Recorder:
                 "train_loss": done.train_loss,
                 "validation_loss": done.validation_loss,
                 "samples_per_second": done.samples_per_second,
-                "step_seconds": done.step_seconds,
+                "step_seconds": self._step_seconds(),
                 "bubble_measured": done.bubble_measured,
                 "bubble_span_measured": done.bubble_span_measured,
                 "bubble_source": done.bubble_source,
@@ -198,7 +205,7 @@ class Recorder:
             "train_loss": self._steps[-1].loss if self._steps else None,
             "validation_loss": self._validation.loss if self._validation else None,
             "samples_per_second": _median([step.samples_per_second for step in self._steps]),
-            "step_seconds": _median([step.step_seconds for step in self._steps]),
+            "step_seconds": self._step_seconds(),
             "bubble_measured": _median(bubbles),
             "bubble_span_measured": _median(spans),
             "bubble_source": None,

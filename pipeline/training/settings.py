@@ -243,6 +243,9 @@ class Settings:
     optimizer: OptimizerSettings = described(OptimizerSettings, "optimizer")
     logger: LoggerSettings = described(LoggerSettings, "logger")
     costs: CostsSettings = described(CostsSettings, "costs")
+    peak_tflops: float | None = described(
+        None, "dense TFLOP/s of a rank's device, for mfu; null: as known of common GPUs in 16 bits"
+    )
     profile: str | None = described(None, "a profile.json of task=profile; null: measured here where it is needed")
 
     @property
@@ -283,6 +286,8 @@ class Settings:
             )
         if self.gradient_clip is not None and not self.gradient_clip > 0:
             raise ValueError(f"gradient_clip={self.gradient_clip:g} is not positive: use a positive norm, or null")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise ValueError(f"peak_tflops={self.peak_tflops:g} is no speed: use one such as 312, or null")
         for name, words in _WORDS.items():
             self._check_word(name, words)
         self._check_sync()

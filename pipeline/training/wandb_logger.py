@@ -83,6 +83,7 @@ class WandbLogger:
             "bubble_span_measured": metrics.bubble_span_measured,
             "bubble_span_predicted": metrics.bubble_span_predicted,
             "step_seconds_predicted": metrics.step_seconds_predicted,
+            **(self._facts.speed.of(metrics.step_seconds) if self._facts else {}),
             **_by_cause("idle", list(map(asdict, metrics.idle or ()))),
             "skipped": int(metrics.skipped) if metrics.skipped else None,
             "skipped_steps": metrics.skipped_steps or None,

@@ -15,7 +15,7 @@ TOP_LEVEL = [
     *("task", "launch", "device", "share_gpu", "transport", "seed", "pp", "dp", "microbatches", "batch_size", "steps"),
     *("prefetch", "compile", "timeout", "gradient_clip", "on_nonfinite", "log_every", "validate_every", "costs"),
     *("batch_norm", "deterministic", "save_every", "keep_checkpoints", "resume", "profile", "export"),
-    *("prompt", "max_new_tokens", "temperature", "top_k"),
+    *("peak_tflops", "prompt", "max_new_tokens", "temperature", "top_k"),
 ]
 SINGLE = ["schedule", "model", "partition", "data", "precision", "activation_checkpoint", "optimizer", "logger"]
 GLOBAL = ["experiment", "debug"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -200,11 +201,13 @@ def test_nothing_of_the_model_is_given_memory():
 
 
 def test_the_plan_as_people_read_it():
-    plan = plan_of(small_gpt(), text(5)[0], "1f1b", 2, 2, 5)
+    plan = replace(plan_of(small_gpt(), text(5)[0], "1f1b", 2, 2, 5), flops=(0, *[1000] * 6, 2000))
     written = io.StringIO()
     print_plan(plan, "small", Console(width=100, file=written))
     shown = written.getvalue()
-    assert f"{plan.parameters:,} parameters in 8 layers" in shown
+    assert f"{plan.parameters:,} parameters in 8 layers, 0.024 MFLOP a step" in shown
+    assert "37.5 %" in shown
+    assert "62.5 %" in shown
     assert "partition  uniform: 4+4 layers" in shown
     assert "embedding .. block.2 (4)" in shown
     assert f"{plan.stage_parameters(1):,}" in shown

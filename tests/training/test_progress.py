@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pipeline.schedule.idle import Idle
 from pipeline.training.messages import StepMetrics, ValidationMetrics
-from pipeline.training.progress import ProgressLine, bytes_text, duration_text, rate_text
+from pipeline.training.progress import ProgressLine, bytes_text, duration_text, flops_text, rate_text, summary_tables
 from pipeline.training.recorder import RunFacts
 
 FACTS = RunFacts("1f1b", "gpt", 2, 8, 32, 100, 1_234_567, 0.111, "tokens")
@@ -34,6 +34,9 @@ SUMMARY: dict[str, Any] = {
     "validation_loss": None,
     "samples_per_second": 12345.6,
     "step_seconds": 0.5,
+    "model_flops_per_step": 1_234_567_890_123,
+    "tflops_per_second": 2.469,
+    "mfu": 0.412,
     "bubble_measured": 0.154,
     "bubble_source": "replayed",
     "bubble_predicted": 0.111,
@@ -209,3 +212,30 @@ def test_bytes(count: int | None, text: str) -> None:
 )
 def test_rates(value: float | None, text: str) -> None:
     assert rate_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 MFLOP"),
+        (52_340_000, "52.3 MFLOP"),
+        (999_900_000_000, "1 TFLOP"),
+        (1_500_000_000_000, "1.5 TFLOP"),
+        (10**17, "100 PFLOP"),
+        (10**19, "10,000 PFLOP"),
+    ],
+)
+def test_flops_for_people(count: int, text: str) -> None:
+    assert flops_text(count) == text
+
+
+def test_what_is_not_known_of_the_speed_is_left_out() -> None:
+    for change, text in (
+        ({}, "1.23 TFLOP a step, 2.47 TFLOP/s, MFU 41.2 %"),
+        ({"mfu": None}, "1.23 TFLOP a step, 2.47 TFLOP/s "),
+        ({"tflops_per_second": None}, "compute         | - "),
+    ):
+        console = Console(file=io.StringIO(), width=100)
+        console.print(summary_tables({**SUMMARY, **change})[0])
+        shown = console.file.getvalue().replace("\u2502", "|")  # type: ignore[attr-defined]
+        assert text in shown

@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pipeline.schedule.library import write
 from pipeline.schedule.simulate import Idle, nominal_costs, simulate
 from pipeline.training.messages import Finished, Prediction, RankReport, StepMetrics, ValidationMetrics
 from pipeline.training.recorder import Recorder, RunFacts, plain, write_json
+from pipeline.training.speed import Speed
 
 EVENTS = simulate(write("1f1b", 2, 4), nominal_costs(1)).events
 FACTS = RunFacts(
@@ -38,7 +40,7 @@ PREDICTION = Prediction((3, 5, 12), 0.45, 0.05, 0.2, 0.1, (Idle(), Idle(warmup=0
 FIELDS = (
     "status, schedule, model, pp, microbatches, batch_size, steps, train_loss, validation_loss, samples_per_second, "
     "step_seconds, bubble_predicted, bubble_measured, bubble_source, parameters, ranks, bubble_span_predicted, "
-    "bubble_span_measured, step_seconds_predicted, idle, profiled"
+    "bubble_span_measured, step_seconds_predicted, idle, profiled, model_flops_per_step, tflops_per_second, mfu"
 )
 
 
@@ -167,6 +169,20 @@ def test_a_good_end_writes_every_field_and_the_timeline(tmp_path: Path) -> None:
     assert json.loads((recorder.directory / "timeline.json").read_text())["traceEvents"]
     assert (recorder.directory / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert not list(recorder.directory.glob(".*"))
+
+
+def test_how_fast_it_was_is_told_of_steps_and_of_the_run(tmp_path: Path) -> None:
+    for speed, mfu in ((Speed(10**12, 8.0), 0.25), (Speed(10**12), None)):
+        recorder = Recorder(tmp_path / str(mfu), replace(FACTS, speed=speed))
+        recorder.start()
+        recorder(step(20, seconds=0.25))
+        assert (rows(recorder)[0]["tflops_per_second"], rows(recorder)[0]["mfu"]) == (4.0, mfu and 2 * mfu)
+        recorder(FINISHED)
+        summary = recorder.finish("finished")
+        assert summary["model_flops_per_step"] == 10**12
+        assert (summary["tflops_per_second"], summary["mfu"]) == (2.0, mfu)
+    summary = started(tmp_path).finish("failed", "lost")
+    assert (summary["model_flops_per_step"], summary["tflops_per_second"], summary["mfu"]) == (None, None, None)
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:

@@ -40,13 +40,14 @@ from pipeline.schedule.library import write
 from pipeline.schedule.simulate import nominal_costs, simulate
 from pipeline.training.messages import Finished, RankReport, StepMetrics, ValidationMetrics
 from pipeline.training.recorder import Recorder, RunFacts
+from pipeline.training.speed import Speed
 from pipeline.training.wandb_logger import WandbLogger
 
 
 def job(schedule, status, mode="auto", **options):
     events = simulate(write(schedule, 2, 4), nominal_costs(1)).events
     config = {"pp": 2, "schedule": {"name": schedule}, "model": {"name": "gpt", "layers": 4}}
-    facts = RunFacts(schedule, "gpt", 2, 4, 32, 4, 1000, 0.2, "tokens", events, config)
+    facts = RunFacts(schedule, "gpt", 2, 4, 32, 4, 1000, 0.2, "tokens", events, config, speed=Speed(10**12, 8.0))
     recorder = Recorder(Path(f"{schedule}-{status}"), facts, [WandbLogger(mode=mode, **options)])
     before = time.monotonic()
     recorder.start()
@@ -144,7 +145,13 @@ def test_every_step_is_in_the_history(sweep: Ran) -> None:
     assert sweep.history(job, "validation_loss") == {2: 2.5}
     assert sweep.history(job, "learning_rate") == {step: pytest.approx(1e-3 * step) for step in range(1, 5)}
     constants = {"gradient_norm": 1.5, "samples_per_second": 64, "tokens_per_second": 8192, "bubble_measured": 0.25}
-    for name, value in {**constants, "bubble_predicted": 0.2, "step_seconds": 0.5}.items():
+    for name, value in {
+        **constants,
+        "bubble_predicted": 0.2,
+        "step_seconds": 0.5,
+        "tflops_per_second": 2,
+        "mfu": 0.25,
+    }.items():
         assert sweep.history(job, name) == dict.fromkeys(range(1, 5), value)
     assert {"glob_name": "*", "step_metric": "step"}.items() <= sweep.records(job, "metric")[-1].items()
 
