@@ -37,6 +37,7 @@ def test_another_pipeline_goes_on_with_the_same_run(saved, tmp_path):
     assert ran.status == 0, ran.err
     found, expected = losses(ran), losses(saved)
     assert list(found) == [3, 4]
+    assert f"INFO: goes on from step 2: {checkpoint(saved, 2)}" in ran.errors
     assert [found[step] for step in (3, 4)] == pytest.approx([expected[step] for step in (3, 4)], rel=1e-12)
     assert (ran.summary["steps_done"], saved.summary["steps_done"]) == (4, 4)
 
@@ -96,7 +97,7 @@ def test_a_text_goes_on(saved, tmp_path):
     ("arguments", "message"),
     [
         ([], "is at step 4, and steps=3 leaves nothing to train: use steps=8"),
-        (["steps=8", "model.width=64"], "model.layers=2 model.width=32 model.heads=2"),
+        (["steps=8", "model.width=64"], "use model=gpt model.layers=2 model.width=32"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_2(saved, tmp_path, arguments, message):

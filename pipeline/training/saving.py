@@ -177,10 +177,15 @@ def _shape_text(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
 
 
+def _word(value: object) -> str:
+    """As the command line takes it."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
 def _asked_for(checkpoint: Checkpoint) -> str:
     """The words of the command line that made the checkpoint's model."""
     model, choices = checkpoint.config.get("model"), checkpoint.config.get("choices")
     if not isinstance(model, Mapping) or not isinstance(choices, Mapping):
         return "use the model that it was saved with"
-    fields = [f"model.{name}={value}" for name, value in model.items() if value is not None]
+    fields = [f"model.{name}={_word(value)}" for name, value in model.items() if value not in (None, [], "")]
     return " ".join(["use", f"model={choices.get('model')}", *fields])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.training.checkpoint import FOLDER
+from pipeline.training.checkpoint import FOLDER, Checkpoint
 from pipeline.training.export_task import Writer, export
 from pipeline.training.job import Builders, Job, Record, run_job
 from pipeline.training.plan_text import print_plan
@@ -61,9 +61,14 @@ def _train(order: Order) -> Run:
     job = prepare(order.settings, order.builders(), order.validation_batches)
     job = replace(job, saved=_saving(order))
     if job.resumed is not None and order.records:
+        _tell_where_from(job.resumed)
         for setting in other_settings(job.resumed, order.config()):
             _log.warning("goes on with another setting than the checkpoint's: %s", setting)
     return partial(_run_job, job, _recorder(order, job) if order.records else None, order.directory)
+
+
+def _tell_where_from(checkpoint: Checkpoint) -> None:
+    _log.info("goes on from step %d: %s", checkpoint.progress.step, checkpoint.path)
 
 
 def _saving(order: Order) -> Saving | None:
@@ -124,6 +129,8 @@ def _generate(order: Order) -> Run:
 def _facts(order: Order, job: Job) -> Mapping[str, object]:
     """What the summary of a run that trains nothing begins with."""
     settings, resumed = order.settings, job.resumed
+    if resumed is not None:
+        _tell_where_from(resumed)
     return {
         "task": settings.task,
         "schedule": settings.schedule.name,

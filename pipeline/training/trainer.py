@@ -173,7 +173,6 @@ class Trainer:
             rank.marker.resume(progress.step)
         self._scale.resume(progress.loss_scale, progress.good_steps)
         self._first_step = progress.step
-        _log.info("goes on after step %d of %s", progress.step, checkpoint.path)
 
     def _progress(self, step: int) -> Progress:
         return Progress(step, self.settings.optimizer.name, self._scale.value, self._scale.good_steps)

@@ -238,7 +238,8 @@ def test_another_model(tie, change, message):
     with pytest.raises(ValueError, match=message) as raised:
         check_fits(checkpoint, gpt(**{**SMALL, **change}))
     assert "use the model that it was saved with" in str(raised.value)
-    asked = replace(checkpoint, config={"model": {"layers": 4, "width": 16}, "choices": {"model": "gpt"}})
-    with pytest.raises(ValueError, match=r"use model=gpt model.layers=4 model.width=16$"):
+    words = {"layers": 4, "width": 16, "weights": None, "fresh": [], "some": ["a", "b"]}
+    asked = replace(checkpoint, config={"model": words, "choices": {"model": "gpt"}})
+    with pytest.raises(ValueError, match=r"use model=gpt model.layers=4 model.width=16 model.some=\[a,b\]$"):
         check_fits(asked, gpt(**{**SMALL, **change}))
     check_fits(checkpoint, gpt(**SMALL))
