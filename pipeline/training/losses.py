@@ -118,8 +118,9 @@ class _MeanOverSamples:
 
     def __call__(self, outputs: Any, targets: Any, /) -> Tensor:
         mean = self._mean(outputs, targets)
-        if mean.dim():
-            raise ValueError(f"the loss gave a tensor of shape {list(mean.shape)}: let it give the mean over samples")
+        if not isinstance(mean, Tensor) or mean.dim():
+            shape = f"tensor of shape {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+            raise ValueError(f"the loss gave a {shape}: let it give the mean over samples, a tensor of one number")
         return mean * _samples(targets)
 
     def weight(self, targets: Any, /) -> float:

@@ -309,15 +309,16 @@ class Pipeline:
         """The ranks, ready for such a batch; put in order, or out of use, should the batch fail."""
         ranks = self._in_order()
         self._check(inputs, targets)
-        ranks.expect(self._plan(inputs, targets, what))
-        random = generator_state(self._device)
-        try:
-            yield ranks
-        except BaseException:
-            self._ranks = None
-            raise
-        finally:
-            set_generator_state(self._device, random)
+        with torch.inference_mode(False), torch.enable_grad():
+            ranks.expect(self._plan(inputs, targets, what))
+            random = generator_state(self._device)
+            try:
+                yield ranks
+            except BaseException:
+                self._ranks = None
+                raise
+            finally:
+                set_generator_state(self._device, random)
 
     def _cut(self, ranks: Ranks, inputs: Nest, targets: Nest) -> Microbatches:
         return ranks.cut(self.steps, mapped(lambda tensor: tensor[ranks.samples], inputs), targets)
@@ -336,6 +337,8 @@ class Pipeline:
         microbatches = self._settings.batch_size
         if told != found:
             raise ValueError(f"the batch has {found} inputs and {told} targets: give a target for each sample")
+        if any(tensor.requires_grad for tensor in flat(inputs)):
+            raise ValueError("the inputs require a gradient, which a step doesn't give: detach them")
         if found < microbatches:
             raise ValueError(
                 f"the batch has {found} samples and the pipeline {microbatches} microbatches: use a larger batch, or "

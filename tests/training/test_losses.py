@@ -121,3 +121,5 @@ def test_what_is_no_loss(loss, message):
 def test_a_loss_must_give_one_number():
     with pytest.raises(ValueError, match=r"gave a tensor of shape \[7\]: let it give the mean over samples"):
         as_sum(lambda outputs, targets: (outputs - targets).sum(-1))(ROWS, ROWS)
+    with pytest.raises(ValueError, match="gave a tuple: let it give the mean over samples, a tensor of one number"):
+        as_sum(lambda outputs, targets: (outputs.mean(), targets.mean()))(ROWS, ROWS)

@@ -510,6 +510,7 @@ def test_what_cannot_be_built(options, message):
         ([1.0], batch(8)[1], r"inputs are no batch \(float\)"),
         (torch.tensor(1.0), batch(8)[1], "let the first dimension of each be the samples"),
         ((batch(8)[0], batch(7)[0]), batch(8)[1], "let the first dimension of each be the samples"),
+        (batch(8)[0].requires_grad_(), batch(8)[1], "the inputs require a gradient, which a step doesn't give: detach"),
         (torch.zeros(8, 9), batch(8)[1], r"layer 0 refuses its input float64\[2, 9\]"),
     ],
 )
@@ -518,6 +519,18 @@ def test_what_is_no_batch(inputs, targets, message):
     with pytest.raises(ValueError, match=message):
         pipe.step(inputs, targets)
     pipe.step(*batch())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_of_autograd_around_it_change_nothing(mode):
+    """An evaluation is where they are found; the plan it makes is the step's too."""
+    ours, plain = model(), model()
+    pipe = pipeline_of(ours)
+    with mode():
+        loss = pipe.evaluate(*batch())
+    pipe.step(*batch())
+    assert torch.allclose(loss, plain_step(plain, *batch()), rtol=1e-12)
+    assert_equal_gradients(ours, plain)
 
 
 def test_autocast_around_a_step_is_refused():
