@@ -97,6 +97,35 @@ def own_module(model: Model, layer: Layer, *, device: torch.device, dtype: torch
 _: MakeLayer = own_module
 
 
+def dtype_of(layers: Sequence[ModuleLayer]) -> torch.dtype:
+    """That of the model's parameters.
+
+    Raises:
+        ValueError: they have several, or one that no gradients are added up in.
+    """
+    found = {p.dtype for layer in layers for p in layer.module.parameters() if p.is_floating_point()}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the model's parameters are of several types ({names}): convert it, model.to(torch.float32)")
+    dtype = found.pop() if found else torch.get_default_dtype()
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise ValueError(f"the model's parameters are {dtype}: convert it, model.to(torch.float32)")
+    return dtype
+
+
+def device_of(layers: Sequence[ModuleLayer]) -> torch.device:
+    """Where the model is.
+
+    Raises:
+        ValueError: on several devices, or without memory.
+    """
+    found = {tensor.device for layer in layers for _, tensor in layer.tensors()}
+    if len(found) > 1 or torch.device("meta") in found:
+        names = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the model is on {names}: move all of it to one device, such as model.to('cpu')")
+    return found.pop() if found else torch.get_default_device()
+
+
 def let_go(layers: Iterable[ModuleLayer], kept: Iterable[ModuleLayer]) -> None:
     """Give back the memory of `layers`, whose parameters become meta tensors, but for what they share with `kept`."""
     own = {id(part) for layer in kept for part in layer.module.modules()}

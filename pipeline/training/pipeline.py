@@ -13,21 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.engine.boundary import in_words, specs_of
-from pipeline.engine.executor import Microbatches
-from pipeline.engine.nest import Nest, flat, mapped
+from pipeline.engine.boundary import SpecNest, in_words, specs_of
+from pipeline.engine.nest import Nest, flat, mapped, rebuilt
 from pipeline.engine.seeding import generator_state, set_generator_state
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.schedule.library import options_of
 from pipeline.schedule.schedule import Schedule
 from pipeline.training import rendezvous
+from pipeline.training.batch_checks import check_batch, check_inputs
 from pipeline.training.connection import connect, own_device
 from pipeline.training.devices import choose_devices
 from pipeline.training.group import Group, LocalGroup
+from pipeline.training.inference import Inference, Read, chunks
 from pipeline.training.losses import as_sum
-from pipeline.training.module_layers import ModuleLayer, Modules, let_go, of_modules, own_module
+from pipeline.training.module_layers import ModuleLayer, Modules, device_of, dtype_of, let_go, of_modules, own_module
 from pipeline.training.placement import place
-from pipeline.training.plan import Plan, draft_plan, for_batch, samples
+from pipeline.training.plan import Plan, draft_plan, for_batch, for_inference, samples
 from pipeline.training.rank import Rank
 from pipeline.training.ranks import Ranks
 from pipeline.training.settings import (
@@ -65,7 +66,8 @@ class Pipeline:
         dp: replicas of the pipeline, each on pp processes of a launcher, that share every batch.
         stages_per_rank: where the schedule leaves the choice; None: two there.
         autocast: the dtype that forward passes compute in, torch.bfloat16; None: the parameters'.
-        batch_norm: microbatch or deferred: when BatchNorm's averages move, at each microbatch or once a step.
+        batch_norm: microbatch or deferred: when BatchNorm's averages move, at each microbatch or once a step; or sync,
+            over the samples of all replicas.
         device: auto, cpu or cuda. Auto leaves the model where it is; under a launcher it takes a GPU for each process,
             if there are as many.
         seed: with the number of the step decides what dropout draws.
@@ -96,7 +98,7 @@ class Pipeline:
         timeout: float = 300.0,
     ) -> None:
         self._model = of_modules(model, as_sum(loss))
-        self._dtype = _dtype(self._model.layers)
+        self._dtype = dtype_of(self._model.layers)
         if autocast not in (None, torch.bfloat16):
             raise ValueError(f"autocast={autocast} would need a loss scale or do nothing: use torch.bfloat16, or None")
         by_count = [] if isinstance(partition, str) else list(partition)
@@ -205,20 +207,55 @@ class Pipeline:
             ActionError: an action of the schedule failed. Gradients are then of no use; in one process the next step
                 finds everything else in order.
         """
-        with self._running(inputs, targets, "step") as ranks:
-            loss = ranks.mean_loss(ranks.train(self._cut(ranks, inputs, targets)))
+        found, least = check_batch(inputs, targets), self._settings.batch_size
+        if found < least:
+            raise ValueError(
+                f"the batch has {found} samples and the pipeline {least} microbatches: use a larger batch, or "
+                f"microbatches={max(1, found // self._settings.dp)}"
+            )
+        with self._running("step", inputs, targets, self._plan) as ranks:
+            own = mapped(lambda tensor: tensor[ranks.samples], inputs)
+            loss = ranks.mean_loss(ranks.train(ranks.cut(self.steps, own, targets)))
         self.steps += 1
         return self._scalar(loss)
 
     def evaluate(self, inputs: Nest, targets: Nest) -> Tensor:
-        """The mean loss over a whole batch with the layers in evaluation mode, 0-dim, in every process.
+        """The mean loss over any number of samples with the layers in evaluation mode, 0-dim, in every process.
 
         Raises:
-            As `step` does.
+            As `step` does, but for the number of samples.
         """
-        with self._running(inputs, targets, "evaluate") as ranks:
-            loss = ranks.mean_loss(ranks.evaluate(self._cut(ranks, inputs, targets)))
-        return self._scalar(loss)
+        check_batch(inputs, targets)
+        loss = self._model.loss
+        sums = self._forward("evaluate", inputs, targets, loss)
+        total = float(torch.stack(sums).sum()) if sums else 0.0  # the whole of it, in every replica
+        ranks = self._in_order()
+        shares = self._group.gather_floats([total if rank.holds_last else 0.0 for rank in ranks])
+        return self._scalar(sum(shares[: self._settings.pp]) / (loss.weight(targets) or 1.0))
+
+    def predict(self, inputs: Nest) -> Nest:
+        """What the last layer gives for any number of samples, in evaluation mode and without a graph.
+
+        Returns:
+            A tensor, or such tensors as the last layer gives, the samples first; None in processes without the last
+            stage.
+
+        Raises:
+            As `step` does, but for the number of samples.
+        """
+        check_inputs(inputs)
+        outputs: list[Nest] = []
+
+        def read(given: Nest, _: Nest) -> Tensor:
+            outputs.append(given)
+            return torch.zeros(())
+
+        # where there are fewer samples than microbatches, the last of these has been read several times
+        parts = outputs[: len(self._forward("predict", inputs, None, read))]
+        if not parts:
+            return None
+        joined: Nest = rebuilt(parts[0], [torch.cat(pieces) for pieces in zip(*map(flat, parts), strict=True)])
+        return joined
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to this norm over the whole model, whoever holds it.
@@ -241,7 +278,7 @@ class Pipeline:
                 raise ValueError(
                     f"dp={settings.dp} replicas in one process would only take turns: use dp=1, or torchrun"
                 )
-            device = _place(self._model.layers) if settings.device == "auto" else choose_devices(settings).of(0)
+            device = device_of(self._model.layers) if settings.device == "auto" else choose_devices(settings).of(0)
             return LocalGroup(settings.pp), device, None
         started = rendezvous.world_size()
         if started != settings.ranks:
@@ -304,13 +341,30 @@ class Pipeline:
 
     # A step
 
+    def _forward(self, what: str, inputs: Nest, targets: Nest, read: Read) -> list[Tensor]:
+        """What `read` makes of each microbatch's outputs; nothing where the last stage is elsewhere."""
+        count, microbatches = samples(inputs), self._settings.microbatches
+        largest = -(-count // microbatches)
+        sizes = {size for run in chunks(count, largest, microbatches) for size in run}
+
+        def plan(specs: SpecNest) -> Plan:
+            arguments = self._draft, self._settings, self._model, specs, self._device
+            return for_inference(*arguments, microbatches=microbatches, sizes=sizes)
+
+        with self._running(what, inputs, targets, plan) as ranks:
+            return list(Inference(ranks, largest, read).run(count, inputs, targets))
+
     @contextmanager
-    def _running(self, inputs: Nest, targets: Nest, what: str) -> Iterator[Ranks]:
+    def _running(self, what: str, inputs: Nest, targets: Nest, plan: Callable[[SpecNest], Plan]) -> Iterator[Ranks]:
         """The ranks, ready for such a batch; put in order, or out of use, should the batch fail."""
         ranks = self._in_order()
-        self._check(inputs, targets)
+        if torch.is_autocast_enabled(self._device.type):
+            raise ValueError(
+                "a step inside torch.autocast would send other dtypes than planned: leave the context, and use "
+                "Pipeline(..., autocast=torch.bfloat16)"
+            )
         with torch.inference_mode(False), torch.enable_grad():
-            ranks.expect(self._plan(inputs, targets, what))
+            ranks.expect(self._planned(what, inputs, targets, plan))
             random = generator_state(self._device)
             try:
                 yield ranks
@@ -319,9 +373,6 @@ class Pipeline:
                 raise
             finally:
                 set_generator_state(self._device, random)
-
-    def _cut(self, ranks: Ranks, inputs: Nest, targets: Nest) -> Microbatches:
-        return ranks.cut(self.steps, mapped(lambda tensor: tensor[ranks.samples], inputs), targets)
 
     def _in_order(self) -> Ranks:
         if self._ranks is None:
@@ -332,36 +383,20 @@ class Pipeline:
             self._ranks = self._open()
         return self._ranks
 
-    def _check(self, inputs: Nest, targets: Nest) -> None:
-        found, told = _samples("inputs", inputs), _samples("targets", targets)
-        microbatches = self._settings.batch_size
-        if told != found:
-            raise ValueError(f"the batch has {found} inputs and {told} targets: give a target for each sample")
-        if any(tensor.requires_grad for tensor in flat(inputs)):
-            raise ValueError("the inputs require a gradient, which a step doesn't give: detach them")
-        if found < microbatches:
-            raise ValueError(
-                f"the batch has {found} samples and the pipeline {microbatches} microbatches: use a larger batch, or "
-                f"microbatches={max(1, found // self._settings.dp)}"
-            )
-        if torch.is_autocast_enabled(self._device.type):
-            raise ValueError(
-                "a step inside torch.autocast would send other dtypes than planned: leave the context, and use "
-                "Pipeline(..., autocast=torch.bfloat16)"
-            )
+    def _plan(self, specs: SpecNest) -> Plan:
+        return for_batch(self._draft, self._settings, self._model, specs, self._device)
 
-    def _plan(self, inputs: Nest, targets: Nest, what: str) -> Plan:
+    def _planned(self, what: str, inputs: Nest, targets: Nest, plan: Callable[[SpecNest], Plan]) -> Plan:
         """For batches of this shape, the same in every process."""
         specs = specs_of(inputs)
         trained = tuple(p.requires_grad for layer in self._model.layers for p in layer.module.parameters())
-        self._agree(
-            f"{what} of {in_words(specs)} and {in_words(specs_of(targets))}, {sum(trained)} parameters to train"
-        )
-        key = repr(specs), trained
+        told = f"{in_words(specs)} and {in_words(specs_of(targets))}, {sum(trained)} parameters to train"
+        self._agree(f"{what} of {told}")
+        key = what == "step", repr(specs), trained
         if key not in self._plans:
             if len(self._plans) == _KEPT_PLANS:
                 self._plans.clear()
-            self._plans[key] = for_batch(self._draft, self._settings, self._model, specs, self._device)
+            self._plans[key] = plan(specs)
         return self._plans[key]
 
     def _agree(self, what: str) -> None:
@@ -385,27 +420,6 @@ def _chosen(schedule: str | Schedule, stages_per_rank: int | None) -> ScheduleSe
     return ScheduleSettings(schedule, default if stages_per_rank is None else stages_per_rank)
 
 
-def _dtype(layers: tuple[ModuleLayer, ...]) -> torch.dtype:
-    """That of the model's parameters."""
-    found = {p.dtype for layer in layers for p in layer.module.parameters() if p.is_floating_point()}
-    if len(found) > 1:
-        names = ", ".join(sorted(map(str, found)))
-        raise ValueError(f"the model's parameters are of several types ({names}): convert it, model.to(torch.float32)")
-    dtype = found.pop() if found else torch.get_default_dtype()
-    if dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise ValueError(f"the model's parameters are {dtype}: convert it, model.to(torch.float32)")
-    return dtype
-
-
-def _place(layers: tuple[ModuleLayer, ...]) -> torch.device:
-    """Where the model is."""
-    found = {tensor.device for layer in layers for _, tensor in layer.tensors()}
-    if len(found) > 1 or torch.device("meta") in found:
-        names = ", ".join(sorted(map(str, found)))
-        raise ValueError(f"the model is on {names}: move all of it to one device, such as model.to('cpu')")
-    return found.pop() if found else torch.get_default_device()
-
-
 def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -413,10 +427,3 @@ def _checksum(tensor: Tensor) -> int:
 def _word(dtype: torch.dtype | None) -> Any:
     """As settings have it."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _samples(name: str, batch: Nest) -> int:
-    strange = [type(leaf).__name__ for leaf in flat(batch) if not isinstance(leaf, Tensor)]
-    if strange or batch is None:
-        raise ValueError(f"{name} are no batch ({(*strange, 'None')[0]}): give a tensor, or tensors in a tuple or dict")
-    return samples(batch)

@@ -322,6 +322,36 @@ def test_layers_compute_in_the_mode_they_are_in():
     assert [part.training for part in ours] == [True, False, True, True, True, True]
 
 
+@pytest.mark.parametrize("samples", [1, 3, 4, 7, 32])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_evaluation_and_prediction_take_any_number_of_samples(samples, schedule):
+    """Fewer than microbatches too; with running statistics, so that a microbatch may be one sample."""
+    ours = normalized()
+    pipe = pipeline_of(ours, pp=2, schedule="1f1b") if schedule == "1f1b" else pipeline_of(ours, pp=1, schedule="zbv")
+    pipe.step(*batch(8))
+    before = copy.deepcopy(ours.state_dict())
+    inputs, targets = batch(samples)
+    targets[:1] = -100
+    targets[-1:] = 1
+    loss, outputs = pipe.evaluate(inputs, targets), pipe.predict(inputs)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+    assert ours.training
+    with torch.no_grad():
+        expected = ours.eval()(inputs)
+    assert torch.allclose(outputs, expected, rtol=1e-12)
+    assert not outputs.requires_grad
+    assert torch.allclose(loss, F.cross_entropy(expected, targets), rtol=1e-12)
+
+
+def test_a_prediction_has_all_that_the_last_layer_gives():
+    join = Join().double()
+    inputs = batch(5)[0], batch(5, width=3)[0]
+    found = pipeline_of([nn.Identity(), join], F.mse_loss, pp=2).predict(inputs)
+    assert found.keys() == {"joined", "skipped"}
+    assert torch.allclose(found["joined"], join(inputs)["joined"], rtol=1e-12)
+    assert torch.equal(found["skipped"], inputs[1])
+
+
 def test_hooks_see_every_microbatch_and_nothing_else():
     ours, seen = model(), []
     ours[2].register_forward_hook(lambda module, given, output: seen.append((type(output), len(output))))
@@ -510,7 +540,8 @@ def test_what_cannot_be_built(options, message):
         ([1.0], batch(8)[1], r"inputs are no batch \(float\)"),
         (torch.tensor(1.0), batch(8)[1], "let the first dimension of each be the samples"),
         ((batch(8)[0], batch(7)[0]), batch(8)[1], "let the first dimension of each be the samples"),
-        (batch(8)[0].requires_grad_(), batch(8)[1], "the inputs require a gradient, which a step doesn't give: detach"),
+        (batch(8)[0].requires_grad_(), batch(8)[1], "the inputs require a gradient, which nobody gives them: detach"),
+        (batch(8)[0][:0], batch(8)[1][:0], "the batch is empty: give one sample or more"),
         (torch.zeros(8, 9), batch(8)[1], r"layer 0 refuses its input float64\[2, 9\]"),
     ],
 )
@@ -569,6 +600,8 @@ def test_the_same_lines_under_torchrun(launched):
         assert torch.allclose(part["norms"], alone["norms"], rtol=1e-12)
         assert torch.allclose(part["evaluated"], alone["evaluated"], rtol=1e-12)
         assert part["elsewhere"] == {"cpu", "meta"}
+    assert parts[0]["predicted"] is None
+    assert torch.allclose(parts[1]["predicted"], alone["predicted"], rtol=1e-9)
     assert parts[0]["state"].keys() == {"words.weight", "middle.0.weight", "middle.0.bias"}
     together = parts[0]["state"] | parts[1]["state"]
     assert together.keys() == alone["state"].keys()
@@ -582,8 +615,8 @@ def test_replicas_under_torchrun(launched):
     _, alone = pipeline_script.train()
     for rank in range(2):
         found = torch.load(launched[0] / f"rank {rank}.pt")["replicas"]
-        for name in ("losses", "norms", "evaluated"):
-            assert torch.allclose(found[name], alone[name], rtol=1e-12), name
+        for name in ("losses", "norms", "evaluated", "predicted"):
+            assert torch.allclose(found[name], alone[name], rtol=1e-9), name
         for name, tensor in found["state"].items():
             assert torch.allclose(tensor, alone["state"][name], rtol=1e-9, atol=1e-12), name
 
