@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Function
 
 from pipeline.training.checkpoint import find_checkpoint
 from pipeline.training.failures import NonFiniteError
@@ -118,12 +119,12 @@ def test_every_stage_is_reduced_and_no_validation_reduces():
 # Parameters that aren't in every microbatch
 
 
-class SecondHalfAlone(nn.Module):
-    """A parameter that microbatches of negative first entries use; one that none does."""
+class UsesSomeWhenAlone(nn.Module):
+    """A parameter that microbatches of one sample use; one that none does. Weight decay is for two dimensions."""
 
     def __init__(self):
         super().__init__()
-        self.always, self.sometimes, self.never = (nn.Parameter(torch.empty(4)) for _ in range(3))
+        self.always, self.sometimes, self.never = (nn.Parameter(torch.empty(1, 4)) for _ in range(3))
 
     def forward(self, x):
         x = x * self.always
@@ -133,7 +134,7 @@ class SecondHalfAlone(nn.Module):
 def test_a_parameter_that_one_replica_does_not_use():
     """Three samples in two microbatches: the second one, of the second replica, has a single sample."""
     optimizer = OptimizerSettings("adamw", learning_rate=3e-3, warmup_steps=0, weight_decay=0.1)
-    model, data = chain([partial(nn.Linear, 4, 4), SecondHalfAlone]), vector_data(3)
+    model, data = chain([partial(nn.Linear, 4, 4), UsesSomeWhenAlone]), vector_data(3)
     found, expected = (
         run_of(model, data, "1f1b", 2, dp, microbatches, 3, optimizer=optimizer)
         for dp, microbatches in ((2, 1), (1, 2))
@@ -217,6 +218,35 @@ def test_what_is_not_finite_is_named_with_the_rank_and_the_microbatch_among_all(
     with pytest.raises(
         NonFiniteError, match=r"at step 2, first the output of layer 1 \(stage 1, rank 3, microbatch 3\)"
     ):
+        run_of(model, outlier_data(8, 7), "1f1b", 2, 2, 2, 8, optimizer=SGD)
+
+
+class Biased(Function):
+    """x + bias, whose bias has no finite gradient where the outlier is."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        ctx.factor = torch.where(x.abs().max() > 50, torch.nan, 1.0)
+        return x + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.sum(0) * ctx.factor
+
+
+class Bias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, x):
+        return Biased.apply(x, self.weight)
+
+
+def test_a_gradient_is_named_with_the_replica_that_breaks_it():
+    """Summed it is not a number on any."""
+    model = chain([Bias, partial(nn.Linear, 4, 4)])
+    with pytest.raises(NonFiniteError, match=r"first the gradient of 0\.weight \(layer 0, stage 0, rank 2\)"):
         run_of(model, outlier_data(8, 7), "1f1b", 2, 2, 2, 8, optimizer=SGD)
 
 
