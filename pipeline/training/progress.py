@@ -151,6 +151,10 @@ def summary_tables(summary: Mapping[str, Any]) -> tuple[Table | str, ...]:
     return run, ranks, *_idle(summary["idle"])
 
 
+def _skipped(steps: int) -> str:
+    return f", {steps} skipped (not finite)" if steps else ""
+
+
 def _idle(rows: Sequence[Mapping[str, Any]]) -> tuple[Table | str, ...]:
     found = idle_table(*([Idle(**row[kind]) for row in rows if row[kind]] for kind in ("measured", "predicted")))
     if found is None:
@@ -173,7 +177,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{summary['schedule']}, {layout(summary['pp'], summary['dp'])}, {summary['microbatches']} microbatches",
         ),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
-        ("steps", f"{summary['steps_done']} of {summary['batch_size']} samples"),
+        ("steps", f"{summary['steps_done']} of {summary['batch_size']} samples{_skipped(summary['skipped_steps'])}"),
         ("training loss", _number(summary["train_loss"])),
         ("validation loss", _number(summary["validation_loss"])),
         ("samples/s", rate_text(summary["samples_per_second"])),

@@ -30,6 +30,7 @@ SUMMARY: dict[str, Any] = {
     "batch_size": 32,
     "parameters": 1_234_567,
     "steps_done": 100,
+    "skipped_steps": 0,
     "train_loss": 2.3,
     "validation_loss": None,
     "samples_per_second": 12345.6,
@@ -133,6 +134,12 @@ def test_the_summary_of_replicas_says_how_many() -> None:
     line, _, output = plain_line()
     line.finish({**SUMMARY, "dp": 2}, None, failed=False)
     assert "1f1b, pp=2, dp=2, 8 microbatches" in output.getvalue()
+
+
+def test_the_summary_says_how_many_steps_were_skipped() -> None:
+    line, _, output = plain_line()
+    line.finish({**SUMMARY, "skipped_steps": 3}, None, failed=False)
+    assert "100 of 32 samples, 3 skipped (not finite)" in output.getvalue()
 
 
 def test_a_run_that_was_not_profiled_has_a_summary_all_the_same() -> None:
