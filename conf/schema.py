@@ -119,10 +119,11 @@ class TorchvisionModel(ModelTarget):
 class Custom(ModelTarget):
     """A model of the user's own: models/custom.py."""
 
-    function: ClassVar[str] = "models.custom:custom"
+    function: ClassVar[str] = "conf.custom_model:build"
     kind: ClassVar[str] = "any"
     target: str = described("???", "module:name of what builds it: an nn.Sequential, a module with layers, or a Model")
     arguments: dict[str, Any] = described({}, "what it is called with, model.arguments.depth=3")
+    loss: str | None = described(None, "module:name, as torch.nn:MSELoss; null: cross entropy over the last dimension")
     initialization: str = described(
         "whole", "starting weights: whole (built on each rank's CPU, then cut) or layers (each by reset_parameters)"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ class CrossEntropy:
     """Cross entropy in nats, summed; targets equal to `ignore_index` count neither in the sum nor in the weight."""
 
     ignore_index: int = -100
+    classifies: ClassVar[bool] = True
+    """Targets are positions in the outputs' last dimension."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Sum over all targets, 0-dim. Outputs (..., classes) are logits, targets (...) int64 classes."""

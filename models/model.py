@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Generator, Tensor, nn
 
@@ -14,11 +14,11 @@ from models.names import Names
 class Loss(Protocol):
     """A sum over samples (tokens), so that parts of a batch add up whatever their sizes."""
 
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, outputs: Any, targets: Any, /) -> Tensor:
         """Sum of the losses of the samples (tokens), 0-dim."""
         ...
 
-    def weight(self, targets: Tensor) -> int:
+    def weight(self, targets: Any, /) -> float:
         """Number of samples (tokens) that the sum runs over."""
         ...
 

@@ -58,7 +58,7 @@ def ended(directory: Path, build_model: Callable[..., Model], *overrides: str) -
     pids.mkdir()
     began = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        job_module.train(
+        job_module.run_job(
             breaking_job(partial(build_model, pids=str(pids)), *overrides), recorder(directory), directory / "train.log"
         )
     seconds = time.monotonic() - began
@@ -206,7 +206,7 @@ def torchrun_rank_main(directory: Path) -> None:
     """One rank of the job above."""
     job = breaking_job(broken_model.failing_gpt, "timeout=300")
     try:
-        job_module.train(job, recorder(directory) if os.environ["RANK"] == "0" else None, directory / "train.log")
+        job_module.run_job(job, recorder(directory) if os.environ["RANK"] == "0" else None, directory / "train.log")
     except RankFailure as failure:
         if not failure.told:
             os.write(2, f"TOLD {failure}\n".encode())

@@ -50,11 +50,14 @@ SUMMARY = [
         "bubble_span_measured",
         "idle",
         "profiled",
+        "model_flops_per_step",
+        "tflops_per_second",
+        "mfu",
     ),
 ]
 MEASURED = {
     *("samples_per_second", "step_seconds", "step_seconds_predicted", "bubble_measured", "ranks", "idle", "profiled"),
-    *("bubble_span_measured", "bubble_span_predicted"),
+    *("bubble_span_measured", "bubble_span_predicted", "tflops_per_second"),
 }
 """What no two runs have in common."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -602,7 +605,7 @@ def assert_names_the_place(text: str) -> None:
 @pytest.mark.timeout(120)
 def test_a_rank_that_raises_in_an_action_names_it_once(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as caught:
-        job_module.train(failing_job(), recorder(tmp_path), tmp_path / "train.log")
+        job_module.run_job(failing_job(), recorder(tmp_path), tmp_path / "train.log")
     assert caught.value.rank == 1
     text = str(caught.value)
     assert_names_the_place(text)
@@ -615,7 +618,7 @@ def test_a_rank_that_raises_in_an_action_names_it_once(tmp_path: Path) -> None:
 
 def test_in_one_process_a_rank_that_raises_names_the_same(tmp_path: Path) -> None:
     with pytest.raises(ActionError) as caught:
-        job_module.train(failing_job("launch=in_process"), recorder(tmp_path), tmp_path / "train.log")
+        job_module.run_job(failing_job("launch=in_process"), recorder(tmp_path), tmp_path / "train.log")
     assert_names_the_place(str(caught.value))
     assert isinstance(caught.value.__cause__, ArithmeticError)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
@@ -630,6 +633,6 @@ def test_a_broken_start_still_leaves_a_summary(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(made, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        job_module.train(failing_job("launch=in_process"), made, tmp_path / "train.log")
+        job_module.run_job(failing_job("launch=in_process"), made, tmp_path / "train.log")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("interrupted", "Ctrl-C")

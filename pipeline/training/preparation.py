@@ -16,7 +16,7 @@ from pipeline.training.evaluation import Evaluate
 from pipeline.training.generation import Generate
 from pipeline.training.inference import chunks, under_way
 from pipeline.training.job import Builders, Job, check_launch
-from pipeline.training.plan import draft_plan, for_batch, for_inference
+from pipeline.training.plan import Plan, draft_plan, for_batch, for_inference
 from pipeline.training.predicted_bytes import footprint_for_a_limit, with_predicted_bytes
 from pipeline.training.saving import check_continues, check_fits
 from pipeline.training.settings import Settings
@@ -38,7 +38,7 @@ def prepare(settings: Settings, builders: Builders, validation_batches: int) -> 
     model, data, job = _prepare(settings, builders, validation_batches)
     inputs, targets, device = data.train.inputs(0), data.train.targets(0), job.devices.of(0)
     plan = for_batch(job.plan, settings, model, specs_of(inputs), device)
-    plan.check_targets(data.classes)
+    _check_targets(plan, model, data)
     plan = with_predicted_bytes(plan, settings, model, inputs, targets, device)
     return replace(job, plan=replace(plan, flops=forward_flops(model, inputs)))
 
@@ -63,7 +63,7 @@ def prepare_evaluation(settings: Settings, builders: Builders, validation_batche
     }
     inputs = specs_of(data.validation.inputs(0))
     plan = for_inference(job.plan, settings, model, inputs, job.devices.of(0), microbatches=microbatches, sizes=sizes)
-    plan.check_targets(data.classes)
+    _check_targets(plan, model, data)
     return replace(job, plan=plan, work=Evaluate(data.kind, samples, batch, largest))
 
 
@@ -85,7 +85,7 @@ def prepare_generation(settings: Settings, builders: Builders) -> tuple[Job, Cod
     inputs = specs_of(data.train.inputs(0))
     assert isinstance(inputs, TensorSpec), "text is one tensor of tokens"
     plan = for_inference(job.plan, settings, model, inputs, job.devices.of(0), microbatches=1, sizes={1})
-    plan.check_targets(data.classes)
+    _check_targets(plan, model, data)
     work = Generate(
         prompt, settings.max_new_tokens, inputs.shape[1], settings.temperature, settings.top_k, settings.seed
     )
@@ -109,6 +109,12 @@ def _prepare(settings: Settings, builders: Builders, validation_batches: int) ->
     tokens = data.kind == "text"
     job = Job(settings, plan, devices, build_model, build_data, validation_batches, tokens=tokens, resumed=resumed)
     return model, data, job
+
+
+def _check_targets(plan: Plan, model: Model, data: Data) -> None:
+    """Where targets are classes, of which a custom loss need know nothing."""
+    if getattr(model.loss, "classifies", False):
+        plan.check_targets(data.classes)
 
 
 def resume(settings: Settings, model: Model) -> Checkpoint | None:

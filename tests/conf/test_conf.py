@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hydra.errors import HydraException
 
 from conf import command_line, schema
+from models.loss import CrossEntropy
 from tests.conf.compose import CONF, choices, compose, configured, groups, options
 
 TOP_LEVEL = [
@@ -131,6 +134,7 @@ def test_a_model_of_the_users_takes_any_data_and_arguments_of_its_own() -> None:
         assert config.model.keywords() == {
             "target": "my.module:build",
             "arguments": {"depth": 3, "sizes": [1, 2]},
+            "loss": None,
             "initialization": "whole",
             "seed": 5,
         }
@@ -141,6 +145,27 @@ def test_what_builds_a_model_of_the_users_is_looked_for() -> None:
     build_model, _ = config.builders()
     with pytest.raises(ValueError, match="can't be imported"):
         build_model()
+
+
+def test_the_loss_of_a_users_model_is_any() -> None:
+    def loss(path: str | None) -> Any:
+        words = ["model=custom", "model.target=tests.models.own:perceptron"]
+        return configured(*words, *([] if path is None else [f"model.loss={path}"])).builders()[0]().loss
+
+    outputs, targets = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, -100])
+    assert loss(None) == CrossEntropy()
+    for path in ("torch.nn.functional:cross_entropy", "torch.nn:CrossEntropyLoss"):
+        found = loss(path)
+        assert found.weight(targets) == 5
+        torch.testing.assert_close(found(outputs, targets), CrossEntropy()(outputs, targets))
+    assert loss("torch.nn:L1Loss").weight(targets) == 6
+    for path, message in (
+        ("torch.nn:Nothing", "model.loss=torch.nn:Nothing can't be imported"),
+        ("torch.nn:Linear", r"model.loss=torch.nn:Linear can't be made without arguments \(.*missing"),
+        ("torch:pi", r"loss=3.14.* can't be called"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loss(path)
 
 
 def test_weights_are_looked_for_where_the_command_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
