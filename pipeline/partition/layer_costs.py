@@ -8,7 +8,15 @@ from math import isfinite
 from typing import Any
 
 _NOT_NUMBERS = ("name", "tied")
-_OPTIONAL = ("backward", "recompute", "activation_bytes", "checkpoint_bytes", "rebuilt_bytes", "kept_output_bytes")
+_OPTIONAL = (
+    "backward",
+    "recompute",
+    "activation_bytes",
+    "checkpoint_bytes",
+    "rebuilt_bytes",
+    "output_bytes",
+    "kept_output_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class LayerCosts:
     activation_bytes: float | None
     """Kept from the layer's forward to the end of its backward, its input included."""
     boundary_bytes: float
-    """What a cut after the layer carries: its output, and the named values that live on."""
+    """What a cut after the layer sends: its output, and the named values that live on."""
     parameter_bytes: float
     """Weights, their gradients and optimizer state."""
     tied: tuple[str, ...] = ()
@@ -38,6 +46,8 @@ class LayerCosts:
     """What a recomputed microbatch keeps between its forward and its recomputation, the input included."""
     rebuilt_bytes: float | None = None
     """What it takes from its recomputation to the end of its backward. None: as `activation_bytes`."""
+    output_bytes: float | None = None
+    """What the next layer takes in, where it is sent in another dtype. None: as `boundary_bytes`."""
     kept_output_bytes: float | None = None
     """The part of `activation_bytes` that is its output: the next layer's input is the same memory."""
 
@@ -53,6 +63,11 @@ class LayerCosts:
     def full_backward(self) -> float:
         """Seconds of a backward in one part."""
         return self.backward_input + self.backward_weight if self.backward is None else self.backward
+
+    @property
+    def handed_on(self) -> float:
+        """Bytes that the next layer takes in."""
+        return self.boundary_bytes if self.output_bytes is None else self.output_bytes
 
     @property
     def again(self) -> float:

@@ -161,7 +161,7 @@ class _StageBytes:
         for number, (layers, again) in enumerate(parts):
             if again:
                 total += sum(self._costs[layer].checkpoint_bytes or 0.0 for layer in layers)
-                total -= sum(self._costs[layer - 1].boundary_bytes for layer in layers[1:])
+                total -= sum(self._costs[layer - 1].handed_on for layer in layers[1:])
                 total -= self._shared[layers[0]] if number else 0.0  # the output that the part before keeps
             else:
                 total += self._kept(layers)

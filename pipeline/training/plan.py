@@ -284,6 +284,16 @@ def parameter_counts(layers: Sequence[LayerSize]) -> dict[str, int]:
     return {layer.name: sum(layer.parameters.values()) for layer in layers}
 
 
+def layer_boundaries(settings: Settings, model: Model, inputs: SpecNest, device: torch.device) -> tuple[Boundary, ...]:
+    """What a cut after each layer would carry for the largest microbatch of such a batch.
+
+    Raises:
+        ValueError: a layer refuses its input, or none can be cut off before it, for it overwrites that.
+    """
+    size = microbatch_sizes(samples(inputs), settings.dp * settings.microbatches)[0]
+    return _boundaries(settings, model, [1] * len(model.layers), inputs, size, device)[1:]
+
+
 def _boundaries(
     settings: Settings,
     model: Model,

@@ -67,7 +67,7 @@ def table(found: ModelProfile) -> Table:
     for layer in found.layers:
         times = (layer.forward, layer.full_backward, layer.backward_input, layer.backward_weight)
         held = "?" if layer.activation_bytes is None else bytes_text(int(layer.activation_bytes))
-        sizes = held, bytes_text(int(layer.boundary_bytes)), bytes_text(int(layer.parameter_bytes))
+        sizes = held, bytes_text(int(layer.handed_on)), bytes_text(int(layer.parameter_bytes))
         grid.add_row(layer.name, *(f"{1e3 * time:.2f}" for time in times), *sizes)
     grid.add_section()
     totals = [sum(1e3 * getattr(layer, name) for layer in found.layers) for name in _TIMES]

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipeline.engine.boundary import specs_of
 from pipeline.engine.materialize import give_memory
 from pipeline.engine.model import Layer, Model
 from pipeline.engine.nest import Nest, flat
@@ -20,7 +21,7 @@ from pipeline.partition import LayerCosts
 from pipeline.schedule.costs import Costs, place_costs
 from pipeline.training.checkpointing import recomputed_part
 from pipeline.training.placement import place
-from pipeline.training.plan import first, layer_sizes, microbatch_sizes
+from pipeline.training.plan import first, layer_boundaries, layer_sizes, microbatch_sizes
 from pipeline.training.precision import master_dtype, parameter_dtype
 from pipeline.training.predicted_bytes import footprints_of
 from pipeline.training.profile_file import Conditions, ModelProfile
@@ -43,8 +44,15 @@ def take_profile(settings: Settings, model: Model, inputs: Nest, targets: Nest, 
     path = Path(settings.profile)
     profile = ModelProfile.read(path)
     profile.check(path, _conditions(settings, model, inputs, device), [layer.name for layer in model.layers])
-    sizes = [parameter_bytes(layer, settings) for layer in model.layers]  # the optimizer may be another
-    layers = [replace(layer, parameter_bytes=size) for layer, size in zip(profile.layers, sizes, strict=True)]
+    # the optimizer and the dtype of messages may be others
+    sizes = (
+        [parameter_bytes(layer, settings) for layer in model.layers],
+        _message_bytes(settings, model, inputs, device),
+    )
+    layers = [
+        replace(layer, parameter_bytes=held, boundary_bytes=sent)
+        for layer, held, sent in zip(profile.layers, *sizes, strict=True)
+    ]
     return replace(profile, layers=tuple(layers))
 
 
@@ -55,22 +63,26 @@ def measure_profile(
 
     Args:
         inputs, targets: one whole batch.
+
+    Raises:
+        ValueError: a layer can't be run alone, for it overwrites its input.
     """
+    sizes = predict_layer_bytes(settings, model, inputs, targets, device)
     size = microbatch_sizes(settings.batch_size, settings.dp * settings.microbatches)[0]
     placement, part = place(settings, device), recomputed_part(settings.activation_checkpoint)
     with _threads_of_a_rank(settings.ranks):
         timed = profile_layers(model, placement, *first((inputs, targets), size), keeps_costly=part.keeps_costly)
     layers = [
         replace(
-            sizes,
+            held,
             forward=times.forward,
             backward=times.backward,
             backward_input=times.backward_input,
             backward_weight=times.backward_weight,
             recompute=times.recompute,
-            boundary_bytes=times.output_bytes,
+            output_bytes=times.output_bytes,
         )
-        for sizes, times in zip(predict_layer_bytes(settings, model, inputs, targets, device), timed, strict=True)
+        for held, times in zip(sizes, timed, strict=True)
     ]
     return ModelProfile(_conditions(settings, model, inputs, device), tuple(layers))
 
@@ -84,13 +96,16 @@ def predict_layer_bytes(
 
     Args:
         inputs, targets: one whole batch; its numbers don't matter.
+
+    Raises:
+        ValueError: no cut can be before a layer, for it overwrites its input.
     """
     size = microbatch_sizes(settings.batch_size, settings.dp * settings.microbatches)[0]
     part = Recomputed(keeps_costly=recomputed_part(settings.activation_checkpoint).keeps_costly)
     tied = _tied_layers(model)
     layers = [
-        LayerCosts(layer.name, 0, 0, 0, None, 0, parameter_bytes(layer, settings), tied.get(layer.name, ()))
-        for layer in model.layers
+        LayerCosts(layer.name, 0, 0, 0, None, sent, parameter_bytes(layer, settings), tied.get(layer.name, ()))
+        for layer, sent in zip(model.layers, _message_bytes(settings, model, inputs, device), strict=True)
     ]
     if settings.compile:  # compiled layers save what their compiler chooses
         return tuple(layers)
@@ -108,10 +123,16 @@ def predict_layer_bytes(
             checkpoint_bytes=stage.checkpoint,
             rebuilt_bytes=rebuilt.activation + rebuilt.during_recompute,
             kept_output_bytes=stage.kept_output,
-            boundary_bytes=stage.boundary,
+            output_bytes=stage.boundary,
         )
         for layer, stage, rebuilt in zip(layers, stages, again, strict=True)
     )
+
+
+def _message_bytes(settings: Settings, model: Model, inputs: Nest, device: torch.device) -> list[int]:
+    """What a cut after each layer sends down for one microbatch; of the last layer, what the loss takes."""
+    carried = layer_boundaries(settings, model, specs_of(inputs), device)
+    return [sum(spec.nbytes for spec in boundary.message("activation")) for boundary in carried]
 
 
 def parameter_bytes(layer: Layer, settings: Settings) -> int:
@@ -134,7 +155,7 @@ def parameter_bytes(layer: Layer, settings: Settings) -> int:
 def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomputed, settings: Settings) -> Costs:
     """The simulator's terms for what was measured: a stage takes what its layers take together.
 
-    A message's size is that of the output of the stage's last layer; its latency and bandwidth are the stated ones.
+    A message's size is that of what the stage's last layer hands on; its latency and bandwidth are the stated ones.
 
     Args:
         layers: of the whole model.

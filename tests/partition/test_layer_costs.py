@@ -24,6 +24,8 @@ def test_seconds_are_forward_and_both_halves_of_the_backward():
 def test_a_full_backward_and_a_recomputation_may_take_their_own_time():
     whole = replace(HEAD, backward=0.5, recompute=0.2)
     assert (whole.seconds, whole.full_backward, whole.again) == (0.75, 0.5, 0.2)
+    assert HEAD.handed_on == HEAD.boundary_bytes == 512
+    assert replace(HEAD, output_bytes=1024).handed_on == 1024
 
 
 @pytest.mark.parametrize("number", [-1e-9, float("nan"), float("inf"), "1", None, True])

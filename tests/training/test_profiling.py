@@ -66,7 +66,7 @@ def test_bytes_told_without_memory_are_those_of_real_layers(build, batch, costly
     model, (inputs, targets) = build(), batch(3)
     told = predict_layer_bytes(settings, model, inputs, targets, CPU)
     expected = measured_bytes(settings, model, inputs, targets)
-    assert [(layer.activation_bytes, layer.checkpoint_bytes, layer.boundary_bytes) for layer in told] == expected
+    assert [(layer.activation_bytes, layer.checkpoint_bytes, layer.output_bytes) for layer in told] == expected
 
 
 def test_a_profile_has_times_bytes_and_names():
@@ -100,11 +100,31 @@ def test_a_profile_is_taken_from_its_file(tmp_path):
         take_profile(settings, model, inputs, targets, CPU)
 
 
+def test_messages_may_have_another_dtype(tmp_path):
+    settings = settings_to_train("1f1b", 2, 2, 4, 1)
+    model, (inputs, targets) = small_gpt(), text(4)
+    measure_profile(settings, model, inputs, targets, CPU).write(tmp_path / "profile.json")
+    settings.profile, hidden = str(tmp_path / "profile.json"), 2 * 8 * 16
+    full = take_profile(settings, model, inputs, targets, CPU)
+    settings.precision = replace(settings.precision, boundary="bfloat16")
+    half = take_profile(settings, model, inputs, targets, CPU)
+    assert [layer.boundary_bytes for layer in full.layers[:-1]] == [4 * hidden] * 7
+    assert [layer.boundary_bytes for layer in half.layers[:-1]] == [2 * hidden] * 7
+    assert [layer.handed_on for layer in full.layers] == [layer.handed_on for layer in half.layers]
+
+
+def test_a_layer_that_overwrites_its_input_is_named():
+    settings = settings_to_train("1f1b", 2, 2, 4, 1)
+    model = chain([LINEAR, partial(nn.ReLU, inplace=True), LINEAR])
+    with pytest.raises(ValueError, match=r"layer 1 overwrites what its stage received .*: use an operation out"):
+        measure_profile(settings, model, *vectors(4), CPU)
+
+
 def test_a_model_that_needs_its_numbers_has_times_alone():
     settings = settings_to_train("1f1b", 2, 2, 4, 1)
     found = measure_profile(settings, chain([LINEAR] * 2, loss=Scalar()), *vectors(4), CPU)
     assert [layer.activation_bytes for layer in found.layers] == [None, None]
-    assert found.layers[0].boundary_bytes == 2 * 4 * 4
+    assert found.layers[0].boundary_bytes == found.layers[0].output_bytes == 2 * 4 * 4
     assert ModelProfile(found.conditions, found.layers) == found
 
 
