@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -195,27 +195,37 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 def _complete(directory: Path) -> list[Path]:
     """Checkpoints by rising step."""
-    found = (manifest.parent for manifest in directory.glob(f"step-*/{_MANIFEST}"))
-    numbered = [(folder.name.removeprefix("step-"), folder) for folder in found]
-    return [folder for number, folder in sorted(numbered, key=lambda pair: int(pair[0])) if number.isdigit()]
+    found = [manifest.parent for manifest in directory.glob(f"step-*/{_MANIFEST}")]
+    return sorted((folder for folder in found if _number(folder).isdigit()), key=lambda folder: int(_number(folder)))
+
+
+def _number(folder: Path) -> str:
+    return folder.name.removeprefix("step-")
 
 
 def _open(folder: Path) -> Checkpoint:
+    file = folder / _MANIFEST
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != _FORMAT:
-            raise ValueError(f"{folder} has format {manifest['format']}, and this version reads format {_FORMAT}")
-        progress = Progress(manifest["step"], manifest["optimizer"], manifest["loss_scale"], manifest["good_steps"])
-        model, optimizer = (
-            {name: Entry(file, tuple(shape), checksum) for name, (file, shape, checksum) in tensors.items()}
-            for tensors in (manifest["tensors"]["model"], manifest["tensors"]["optimizer"])
-        )
-        sizes, config = dict(manifest["files"]), dict(manifest["config"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder / _MANIFEST} is damaged ({error!r}): use another checkpoint") from error
-    for file, size in sizes.items():
-        _check_file(folder / file, size)
-    return Checkpoint(folder, progress, model, optimizer, config)
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["format"]
+        checkpoint = _parsed(folder, manifest) if version == _FORMAT else None
+        sizes = dict(manifest["files"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}): use another checkpoint") from error
+    if checkpoint is None:
+        raise ValueError(f"{folder} has format {version}, and this version reads format {_FORMAT}: use one of that")
+    for name, size in sizes.items():
+        _check_file(folder / name, size)
+    return checkpoint
+
+
+def _parsed(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    progress = Progress(manifest["step"], manifest["optimizer"], manifest["loss_scale"], manifest["good_steps"])
+    model, optimizer = (
+        {name: Entry(file, tuple(shape), checksum) for name, (file, shape, checksum) in tensors.items()}
+        for tensors in (manifest["tensors"]["model"], manifest["tensors"]["optimizer"])
+    )
+    return Checkpoint(folder, progress, model, optimizer, dict(manifest["config"]))
 
 
 def _check_file(file: Path, size: int) -> None:

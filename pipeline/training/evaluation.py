@@ -17,11 +17,14 @@ from pipeline.engine.standing import Activity
 from pipeline.training import saving
 from pipeline.training.inference import Inference
 from pipeline.training.job import Team
-from pipeline.training.messages import Evaluated
+from pipeline.training.messages import Evaluated, Evaluating
 from pipeline.training.plan import first
 
 _TOP = (1, 5)
 """Of images: whether the right class is the first, or among the first five."""
+
+_TOLD_EVERY = 5.0
+"""Seconds between two signs of life."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,16 @@ class Evaluate:
 
     def __call__(self, team: Team) -> None:
         """Take every batch through the pipeline, the last one as short as it is, and report the means."""
-        began = time.perf_counter()
+        began = told = time.perf_counter()
         saving.load_weights(team.job.resumed, team.ranks)
         data = team.open_data()
         inference = Inference(team.ranks, self.largest, partial(_sums, team.model.loss, self.kind))
         total = torch.zeros(2 + len(_TOP), dtype=torch.float64)
         for index, start in enumerate(range(0, self.samples, self.batch_size)):
             size = min(self.batch_size, self.samples - start)
+            if 0 in team.group.local and time.perf_counter() - told >= _TOLD_EVERY:
+                told = time.perf_counter()
+                team.report(Evaluating(start, self.samples))
             team.ranks.enter(Activity.LOADING, index)
             inputs = data.validation.inputs(index) if data is not None and team.ranks.holds_first else None
             targets = data.validation.targets(index) if data is not None and team.ranks.holds_last else None

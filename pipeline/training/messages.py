@@ -94,6 +94,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluating:
+    """How far an evaluation is: so many samples have begun."""
+
+    begun: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluated:
     """What the held-out samples say: means over all of them, by name."""
 
@@ -110,4 +118,4 @@ class Generated:
     seconds: float
 
 
-Message = StepMetrics | ValidationMetrics | RankReport | Prediction | Finished | Evaluated | Generated
+Message = StepMetrics | ValidationMetrics | RankReport | Prediction | Finished | Evaluating | Evaluated | Generated

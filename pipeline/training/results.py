@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.training.messages import Evaluated, Generated
+from pipeline.training.messages import Evaluated, Evaluating, Generated
 from pipeline.training.progress import rate_text
 from pipeline.training.recorder import Status, plain, write_json
 from pipeline.training.trainer import Codec
@@ -43,8 +43,11 @@ class Results:
         write_json(self._directory / "summary.json", plain(summary))
 
 
-def show_metrics(message: Evaluated) -> Mapping[str, object]:
-    """Print what held-out samples say."""
+def show_metrics(message: Evaluated | Evaluating) -> Mapping[str, object]:
+    """Print what held-out samples say, or how many of them are done."""
+    if isinstance(message, Evaluating):
+        print(f"{message.begun:,} of {message.samples:,} held-out samples", flush=True)
+        return {}
     rate = message.samples / message.seconds
     print(f"{message.samples:,} held-out samples in {message.seconds:.1f} s ({rate_text(rate)} samples/s)")
     for name, value in message.metrics.items():

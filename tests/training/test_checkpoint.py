@@ -93,6 +93,8 @@ def test_an_unfinished_one_is_never_found(tmp_path):
     disk.begin(first.with_name("step-000006"))
     disk.write_shard(draft, 0, 2, TENSORS, STATE)
     first.with_name("step-000007").mkdir()
+    first.with_name("step-backup").mkdir()
+    (first.with_name("step-backup") / "manifest.json").touch()
     assert find_checkpoint(tmp_path).progress.step == 3
     written(tmp_path, 6)
     assert find_checkpoint(tmp_path).progress.step == 6
@@ -135,10 +137,19 @@ def test_no_checkpoint(tmp_path):
         find_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["{", '{"format": 1}', "[]", '{"format": 1, "step": null, "tensors": 3}'])
+@pytest.mark.parametrize("damage", [b"{", b"\xff", b"[]", b'{"format": 1}'])
 def test_a_damaged_manifest(tmp_path, damage):
     folder = written(tmp_path)
-    (folder / "manifest.json").write_text(damage)
+    (folder / "manifest.json").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"manifest.json is damaged .*: use another checkpoint"):
+        find_checkpoint(folder)
+
+
+@pytest.mark.parametrize("part", [{"tensors": 3}, {"tensors": {"model": []}}, {"files": 1}, {"config": 2}])
+def test_a_manifest_with_something_else_in_a_place(tmp_path, part):
+    folder = written(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | part))
     with pytest.raises(ValueError, match=r"manifest.json is damaged .*: use another checkpoint"):
         find_checkpoint(folder)
 

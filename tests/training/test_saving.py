@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from models.gpt import gpt
+from models.model import Model
 from models.resnet import resnet
 from pipeline.training.checkpoint import Checkpoint, find_checkpoint
 from pipeline.training.messages import Prediction, StepMetrics
@@ -170,6 +171,17 @@ def test_frozen_and_unused_parameters_and_a_rank_without_any(tmp_path):
     assert set(checkpoint.model) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert not any("2." in name for name in checkpoint.optimizer)
     assert train(settings, model, vector_data(4), resumed=checkpoint).losses == run.losses[2:]
+
+
+def test_a_parameter_that_is_frozen_now_needs_no_state(tmp_path):
+    def build(trained: bool) -> Model:
+        return chain([partial(nn.Linear, 4, 4), lambda: nn.Linear(4, 4).requires_grad_(trained)])
+
+    settings = settings_to_train("1f1b", 2, 2, 4, 4, precision=FP64)
+    run = train(settings, build(True), vector_data(4), saved=saving(tmp_path, every=2))
+    again = train(settings, build(False), vector_data(4), resumed=find_checkpoint(tmp_path / "checkpoints/step-000002"))
+    assert again.losses[0] == run.losses[2]
+    assert again.losses[1] != run.losses[3]
 
 
 # When, where, how many
