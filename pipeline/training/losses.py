@@ -35,6 +35,8 @@ def as_sum(loss: Callable[..., Tensor]) -> Loss:
     Raises:
         ValueError: it isn't callable, gives no single number, or has parameters.
     """
+    if isinstance(loss, type):
+        raise ValueError(f"the loss is the class {loss.__name__}: make one of it, {loss.__name__}()")
     if not callable(loss):
         raise ValueError(f"loss={loss!r} can't be called: use a function such as F.cross_entropy, or a module")
     if callable(getattr(loss, "weight", None)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ class Pipeline:
         microbatches: pieces that a batch is cut into, for each replica; their sizes differ by at most one.
         activation_checkpoint: never, except_last, always or selective; or the settings of any.
         partition: uniform (equal layers), parameters (the largest stage as small as can be), or how many layers each
-            stage holds.
+            stage holds, or the names of their first layers.
         dp: replicas of the pipeline, each on pp processes of a launcher, that share every batch.
         stages_per_rank: where the schedule leaves the choice; None: two there.
         autocast: the dtype that forward passes compute in, torch.bfloat16; None: the parameters'.
@@ -87,16 +87,19 @@ class Pipeline:
         pp: int = 2,
         microbatches: int = 8,
         activation_checkpoint: str | ActivationCheckpointSettings = "never",
-        partition: str | list[int] = "uniform",
+        partition: str | Sequence[int] | Sequence[str] = "uniform",
         dp: int = 1,
         stages_per_rank: int | None = None,
         autocast: torch.dtype | None = None,
         batch_norm: str = "microbatch",
-        device: str = "auto",
+        device: str | torch.device = "auto",
         seed: int = 0,
         prefetch: int = 2,
         timeout: float = 300.0,
     ) -> None:
+        _check_types(
+            schedule, activation_checkpoint, pp=pp, microbatches=microbatches, dp=dp, seed=seed, prefetch=prefetch
+        )
         self._model = of_modules(model, as_sum(loss))
         self._dtype = dtype_of(self._model.layers)
         if autocast not in (None, torch.bfloat16):
@@ -110,7 +113,7 @@ class Pipeline:
             )
         self._settings = Settings(
             launch="processes" if rendezvous.is_launched() else "in_process",
-            device=device,
+            device=str(device),
             seed=seed,
             pp=pp,
             microbatches=microbatches,
@@ -411,6 +414,16 @@ class Pipeline:
 
     def _scalar(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self._dtype, device=self._device)
+
+
+def _check_types(schedule: object, activation_checkpoint: object, **numbers: object) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} is no whole number: use one such as 2")
+    if not isinstance(schedule, str | Schedule):
+        raise ValueError(f"schedule={schedule!r} is no schedule: use a name such as '1f1b', or a Schedule")
+    if not isinstance(activation_checkpoint, str | ActivationCheckpointSettings):
+        raise ValueError(f"activation_checkpoint={activation_checkpoint!r} is unknown: use a name such as 'never'")
 
 
 def _chosen(schedule: str | Schedule, stages_per_rank: int | None) -> ScheduleSettings:

@@ -107,6 +107,7 @@ def test_a_loss_that_sums_already_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
+        (nn.CrossEntropyLoss, r"the loss is the class CrossEntropyLoss: make one of it, CrossEntropyLoss\(\)"),
         (None, "loss=None can't be called"),
         (partial(F.mse_loss, reduction="sum"), "the loss has reduction='sum', and a step gives the mean"),
         (nn.MSELoss(reduction="none"), "the loss has reduction='none'"),

@@ -437,6 +437,12 @@ def test_a_list_a_dict_and_pairs_are_models_too():
         assert list(pipeline_of(given, pp=3).state_dict()) == ["a.weight", "a.bias", "c.weight", "c.bias"]
 
 
+def test_a_partition_by_counts_or_by_names():
+    for given in ([1, 2, 4, 1], ("0", "2", "6", "14")):
+        pipe = assert_same_step(model(), model(), *batch(7), partition=given)
+        assert pipe._draft.counts == (1, 2, 4, 1)
+
+
 def test_a_schedule_of_ones_own():
     rows = tuple(
         (*(Action(rank, ActionType.F, m) for m in range(4)), *(Action(rank, ActionType.B, m) for m in (3, 2, 1, 0)))
@@ -522,6 +528,10 @@ def test_a_failure_shows_the_grid_and_the_next_step_is_in_order():
         ({"activation_checkpoint": "sometimes"}, "activation_checkpoint.name=sometimes is unknown"),
         ({"autocast": torch.float16}, "autocast=torch.float16 would need a loss scale"),
         ({"device": "tpu"}, "device=tpu is unknown"),
+        ({"microbatches": 2.5}, "microbatches=2.5 is no whole number"),
+        ({"pp": "4"}, "pp='4' is no whole number"),
+        ({"schedule": None}, "schedule=None is no schedule: use a name such as '1f1b'"),
+        ({"activation_checkpoint": None}, "activation_checkpoint=None is unknown: use a name"),
         ({"dp": 2}, "dp=2 replicas in one process would only take turns"),
         ({"timeout": 0.0}, "timeout=0 is out of range"),
     ],
