@@ -70,31 +70,30 @@ class Reducer:
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self._add = add
-        order = [action.stage for action in row if action.type is ActionType.REDUCE_GRAD]
-        last = {parameter: stage for stage in order for parameter in parameters[stage] if parameter.requires_grad}
-        self._buckets = {
-            stage: [
-                _Bucket((stage, number), pieces)
-                for number, pieces in enumerate(_cut([p for p, of in last.items() if of == stage], bucket_bytes))
-            ]
-            for stage in order
-        }
+        self._order = [action.stage for action in row if action.type is ActionType.REDUCE_GRAD]
+        self._last = {parameter: stage for stage in self._order for parameter in parameters[stage]}
+        self._bucket_bytes = bucket_bytes
+        self._trained: list[nn.Parameter] = []
+        self._buckets: dict[int, list[_Bucket]] = {}
         self._begun: list[tuple[_Bucket, Sum]] = []
+        self.begin_step()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All whose gradients are summed."""
-        return [
-            parameter for buckets in self._buckets.values() for bucket in buckets for parameter in bucket.parameters
-        ]
+        return [p for buckets in self._buckets.values() for bucket in buckets for p in bucket.parameters]
 
     def begin_step(self) -> None:
-        """Forget what an abandoned step began."""
+        """Forget what an abandoned step began, and sum what is trained now."""
         self._begun.clear()
+        trained = [parameter for parameter in self._last if parameter.requires_grad]
+        if list(map(id, trained)) != list(map(id, self._trained)):
+            self._trained = trained
+            self._buckets = {stage: list(self._buckets_of(stage)) for stage in self._order}
 
     def start(self, stage: int) -> None:
         """Begin to sum a stage's gradients; they are gone until `finish`."""
-        for bucket in self._buckets[stage]:
+        for bucket in self._buckets.get(stage, ()):
             self._begun.append((bucket, self._add(bucket.key, bucket.filled())))
 
     def finish(self) -> None:
@@ -107,6 +106,11 @@ class Reducer:
             present = iter(count > 0 for count in counts)
             for bucket, flat in flats:
                 bucket.give_back(flat, present)
+
+    def _buckets_of(self, stage: int) -> Iterator[_Bucket]:
+        own = [parameter for parameter in self._trained if self._last[parameter] == stage]
+        for number, pieces in enumerate(_cut(own, self._bucket_bytes)):
+            yield _Bucket((stage, number), pieces)
 
 
 class _Bucket:

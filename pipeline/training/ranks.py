@@ -104,9 +104,9 @@ class Ranks:
         Raises:
             ActionError: an action of the program failed.
         """
-        before = self._set_sums_aside()
         for rank in self._replicated:
             rank.begin_step()
+        before = self._set_sums_aside()
         results = run([rank.trainer for rank in self.ranks], self.parts(batch), self._settle)
         self.enter(Activity.SUMMING_TIED)
         local = {rank.rank: rank.parameters for rank in self.ranks}

@@ -189,3 +189,22 @@ def test_gradients_are_summed_in_the_type_that_they_are_added_up_in():
     replicas.reduce()
     assert replicas.gradients(1, 0) == [[1 + 2.0**-20]]
     assert replicas.stages[1][0][0].grad.dtype is torch.float32
+
+
+def test_what_is_frozen_or_trained_from_now_on_is_summed_so():
+    def stages():
+        first, second = parameters(2, 2)
+        return {0: [first.requires_grad_(False), second], 1: []}
+
+    replicas = Replicas(stages)
+    for step in range(2):
+        for reducer, held in zip(replicas.reducers, replicas.stages, strict=True):
+            held[0][0].requires_grad_(step == 1)
+            held[0][1].requires_grad_(step == 0)
+            reducer.begin_step()
+        for replica in range(2):
+            trained = replicas.stages[replica][0][1 - step]
+            trained.grad = torch.full_like(trained, 10.0**replica)
+        replicas.reduce()
+        assert replicas.stages[0][0][1 - step].grad.tolist() == [11.0, 11.0]
+        assert replicas.reducers[0].parameters == [replicas.stages[0][0][1 - step]]
