@@ -133,6 +133,10 @@ def test_a_loss_that_is_not_finite_though_its_input_is_is_named():
     )
 
 
+def test_a_step_that_is_not_logged_is_looked_at_too():
+    assert "at step 2, first the output of layer 2 (stage 1, rank 1, microbatch 1)" in described(FORWARD, log_every=100)
+
+
 def test_compiled_layers_are_watched_too():
     settings = settings_to_train("1f1b", 2, 3, 6, 4, optimizer=SGD)
     run = prepare(settings, FORWARD, data_with({1: 3}), compiler=Compiler("aot_eager"))
