@@ -148,7 +148,7 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This process's pipeline rank; 0 where all are in one process."""
+        """This process's rank, counted over all replicas; 0 where all ranks are in one process."""
         return self._group.local[0]
 
     def parameters(self) -> Iterator[nn.Parameter]:
