@@ -78,12 +78,12 @@ def check_search(settings: Settings, layers: int) -> None:
     """Refuse what a search over the cuts of so many layers can't reckon with.
 
     Raises:
-        ValueError: too few layers, a limit that is no size, times of messages by stage, recomputation by bytes.
+        ValueError: too few layers, a limit that is no size, messages that can't be or by stage, recomputation by bytes.
     """
     chosen, costs = settings.partition, settings.costs
     partition.uniform(layers, write_schedule(settings).stages)
     _memory_limit(settings)
-    stated_times("costs.transfer", costs.transfer)
+    Costs(transfer=stated_times("costs.transfer", costs.transfer) or 0.0, bandwidth=costs.bandwidth)
     if isinstance(costs.transfer, list | tuple):
         raise ValueError(
             f"costs.transfer={list(costs.transfer)} has an entry a stage, and partition={chosen.name} still looks for "
@@ -133,6 +133,7 @@ def _by_makespan(settings: Settings, layers: Sequence[LayerCosts], costs_of: Cal
     final = write_schedule(settings, costs_of(found.counts))
     if final.rows != schedule.rows:  # zb_auto: searched anew for the costs of this cut
         problem, proof = problem_of(settings, layers, final), "for an order searched after the cut"
+        _check_new_order(problem.peak_bytes(found.counts), limit)
     if limit < inf:
         proof += f", at most {bytes_text(int(problem.peak_bytes(found.counts)))} a rank"
 
@@ -141,6 +142,15 @@ def _by_makespan(settings: Settings, layers: Sequence[LayerCosts], costs_of: Cal
         return seconds_text(problem.longest(cut).makespan) + ("" if fits else ", over the limit")
 
     return _told("auto", found.counts, "simulated makespan", makespan, f", {proof}")
+
+
+def _check_new_order(held: float, limit: float) -> None:
+    """Refuse an order that keeps less to the limit than the one that the cut was chosen for."""
+    if held > limit:
+        raise ValueError(
+            f"partition.memory_limit={limit:.0f} bytes a rank: the order that zb_auto finds for the cut holds "
+            f"{held:.0f}; use that, or keep fewer microbatches in flight, schedule.memory_cap=4"
+        )
 
 
 SEARCHED = {"time": _by_time, "memory": _by_memory, "auto": _by_makespan}

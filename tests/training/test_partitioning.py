@@ -9,6 +9,7 @@ import pytest
 from pipeline.engine.segments import Recomputed
 from pipeline.partition import LayerCosts
 from pipeline.schedule.costs import Costs
+from pipeline.schedule.library import write
 from pipeline.training import partitioning
 from pipeline.training.partitioning import Cut, searched_cut, seconds_text, simple_cut
 from pipeline.training.profiling import to_costs
@@ -136,9 +137,27 @@ def test_an_order_that_is_searched_for_the_cut():
     assert "for an order searched after the cut" in found.why or "proven smallest" in found.why
 
 
+def test_an_order_that_holds_more_than_the_one_before_is_held_to_the_limit(monkeypatch):
+    """GPipe's takes the place of 1F1B's once the cut is known."""
+
+    def written(chosen, costs=None):
+        return write("1f1b" if costs is None else "gpipe", 2, 12)
+
+    monkeypatch.setattr(partitioning, "write_schedule", written)
+    chosen = settings("auto", pp=2, memory_limit="20KiB")
+
+    def costs_of(counts):
+        return None if counts == (5, 5) else Costs()
+
+    with pytest.raises(ValueError, match="20480 bytes a rank: the order that zb_auto finds for the cut holds"):
+        searched_cut(chosen, LAYERS, costs_of)
+
+
 def test_what_a_search_can_not_reckon_with():
     with pytest.raises(ValueError, match=r"costs.transfer=\[0, 1, 0\] has an entry a stage, and partition=auto still"):
         searched_cut(settings("auto", costs=CostsSettings(transfer=[0, 1, 0])), LAYERS, no_costs)
+    with pytest.raises(ValueError, match=r"costs.bandwidth is 0.0: use more than 0"):
+        searched_cut(settings("time", costs=CostsSettings(bandwidth=0.0)), LAYERS, no_costs)
     window = ActivationCheckpointSettings("window", memory_limit="1GiB")
     with pytest.raises(ValueError, match="memory_limit=1GiB recomputes as the cut needs it, and partition=memory"):
         searched_cut(settings("memory", checkpoint=window), LAYERS, no_costs)
