@@ -11,12 +11,15 @@ import torch
 
 from models.gpt import gpt
 from models.resnet import resnet
+from pipeline.training import evaluation
 from pipeline.training.evaluation import means
+from pipeline.training.job import run_job
+from pipeline.training.messages import Evaluated, Evaluating
 from pipeline.training.preparation import prepare_evaluation
 from pipeline.training.saving import Saving
 from tests.engine.samples import images, text
 from tests.training.harness import FP64, Numbers, SmallData, settings_to_train, train
-from tests.training.held_out import picture_builders, pictures, result_of, text_builders, texts
+from tests.training.held_out import Record, picture_builders, pictures, result_of, text_builders, texts
 
 GPT = partial(gpt, layers=4, width=16, heads=2, context=8, vocabulary=32, dropout=0.1)
 RESNET = partial(resnet, depth=18, classes=10)
@@ -102,6 +105,15 @@ def test_data_without_end_is_taken_as_long_as_a_validation(tmp_path, monkeypatch
     monkeypatch.setattr("tests.training.held_out.Whole._batch", lambda self, part, step: text(4, step)[part])
     found = evaluated(tmp_path, text_builders(GPT, 4, 4), "1f1b", 2, 2, 4)
     assert found.samples == 12
+
+
+def test_a_long_one_shows_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "_TOLD_EVERY", 0.0)
+    settings = settings_to_train("1f1b", 2, 2, 4, 4, task="evaluate", launch="in_process", device="cpu")
+    record = Record()
+    run_job(prepare_evaluation(settings, text_builders(GPT, 4, 10), 3), record, tmp_path / "train.log")
+    assert [type(message) for message in record.messages] == [Evaluating] * 3 + [Evaluated]
+    assert [(message.begun, message.samples) for message in record.messages[:3]] == [(0, 10), (4, 10), (8, 10)]
 
 
 def test_in_processes_it_is_the_same(tmp_path):
