@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -336,3 +336,8 @@ def test_a_step_logs_its_idle_times_and_what_was_predicted(monkeypatch: pytest.M
     assert {name: logged[name] for name in more} == more
     assert logged["idle/tail/rank_0"] == 0.125
     assert logged["idle/communication/rank_0"] == 0.0
+
+
+def test_a_run_of_replicas_is_named_so() -> None:
+    assert wandb_logger._name(FACTS) == "1f1b-gpt-pp2"
+    assert wandb_logger._name(replace(FACTS, dp=4)) == "1f1b-gpt-pp2-dp4"
