@@ -71,8 +71,8 @@ class Pieces:
                 piece.name,
                 _Build(self, index),
                 piece.prefix,
-                takes=tuple(getattr(piece.module, "takes", ())),
-                gives=tuple(getattr(piece.module, "gives", ())),
+                takes=getattr(piece.module, "takes", ()),
+                gives=getattr(piece.module, "gives", ()),
             )
             for index, piece in enumerate(self.pieces)
         )

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.training.pipeline import Pipeline
+    from pipeline.training.pipeline import Microbatched, Pipeline
 
-__all__ = ["Pipeline"]
+__all__ = ["Microbatched", "Pipeline"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Pipeline":
+    if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    from pipeline.training.pipeline import Pipeline  # not at the top: schedules need no torch
+    from pipeline.training import pipeline  # not at the top: schedules need no torch
 
-    return Pipeline
+    return getattr(pipeline, name)

@@ -372,7 +372,7 @@ def refuse(match: str, *overrides: str, base: Sequence[str] = TINY) -> None:
         ("schedule.stages_per_rank=2", "stages_per_rank"),
         ("partition.layers=[2,2]", r"partition.layers=\[2, 2\] is for partition=manual, not uniform"),
         ("partition=manual partition.layers=[1,2]", "adds up to 3, the model has 4 layers"),
-        ("partition=manual partition.layers=[4,0]", "leaves a stage empty"),
+        ("partition=manual partition.layers=[4,0]", "leaves an end empty"),
         ("partition=manual", "names 0 stages, the schedule has 2"),
         ("logger.mode=shouting", "logger.mode=shouting is unknown: use auto, online, offline or disabled"),
         ("model.heads=3", "width"),

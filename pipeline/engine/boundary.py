@@ -82,14 +82,17 @@ class Boundary:
     gradients: tuple[TensorSpec, ...] = field(init=False)
     """Those of the tensors that are differentiable."""
     _messages: dict[str, tuple[TensorSpec, ...]] = field(init=False, repr=False, compare=False)
+    _alone: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         tensors = flat(self.nest)
         object.__setattr__(self, "tensors", tensors)
-        object.__setattr__(self, "gradients", tuple(self.of_differentiable(tensors)))
+        gradients = [spec for spec, wanted in zip(tensors, self.differentiable, strict=True) if wanted]
+        object.__setattr__(self, "gradients", tuple(gradients))
         kinds = {"activation": self.tensors, "gradient": self.gradients}
         messages = {kind: tuple(spec.crossing(self.crossing) for spec in specs) for kind, specs in kinds.items()}
         object.__setattr__(self, "_messages", messages)
+        object.__setattr__(self, "_alone", isinstance(self.nest, TensorSpec))
 
     def message(self, kind: Literal["activation", "gradient"]) -> tuple[TensorSpec, ...]:
         """What crosses, a transfer each: all tensors down, the gradients up."""
@@ -97,28 +100,40 @@ class Boundary:
 
     def value(self, tensors: Sequence[Tensor]) -> Nest:
         """What came, as the stage takes it."""
-        nest: Nest = rebuilt(self.nest, _in_their_own(self.tensors, tensors))
-        return nest
+        return self._nested(self._in_their_own(self.tensors, tensors))
 
     def leaves(self, tensors: Sequence[Tensor]) -> Nest:
         """What came, as a stage takes it that gives its gradients back."""
-        own = _in_their_own(self.tensors, tensors)
-        nest: Nest = rebuilt(self.nest, map(Tensor.requires_grad_, own, self.differentiable))
-        return nest
+        own = self._in_their_own(self.tensors, tensors)
+        return self._nested(
+            [tensor.requires_grad_(wanted) for tensor, wanted in zip(own, self.differentiable, strict=True)]
+        )
 
-    def of_differentiable(self, each: Sequence[Any]) -> list[Any]:
-        """Of something for every tensor what is for the differentiable ones."""
-        return [one for one, wanted in zip(each, self.differentiable, strict=True) if wanted]
+    def returned(self, gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Of the gradients of what came those that go back: zeros where none came up."""
+        each = zip(gradients, inputs, self.differentiable, strict=True)
+        return tuple([torch.zeros_like(tensor) if one is None else one for one, tensor, wanted in each if wanted])
+
+    def outgoing(self, kind: Literal["activation", "gradient"], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """These tensors of a message (all, or none of them) as they cross."""
+        if self.crossing is None:
+            return tensors
+        return [tensor.to(spec.dtype) for tensor, spec in zip(tensors, self._messages[kind], strict=False)]
 
     def spread(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients that came, an entry a tensor: None where there is none."""
-        remaining = iter(_in_their_own(self.gradients, gradients))
+        remaining = iter(self._in_their_own(self.gradients, gradients))
         return [next(remaining) if wanted else None for wanted in self.differentiable]
 
+    def _nested(self, tensors: Sequence[Tensor]) -> Nest:
+        nest: Nest = tensors[0] if self._alone else rebuilt(self.nest, tensors)
+        return nest
 
-def _in_their_own(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What came, in the dtypes that it had before it crossed."""
-    return [tensor.to(spec.dtype) for spec, tensor in zip(specs, tensors, strict=True)]
+    def _in_their_own(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What came, in the dtypes that it had before it crossed."""
+        if self.crossing is None:
+            return tensors
+        return [tensor.to(spec.dtype) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
 _Edge = tuple[Node, int]

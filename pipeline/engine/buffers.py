@@ -89,5 +89,7 @@ def _aligned(size: int) -> int:
 
 
 def tensor_on(memory: memoryview, spec: TensorSpec) -> Tensor:
-    """A tensor that lies in `memory`."""
+    """A tensor that lies in `memory`; one without elements lies nowhere."""
+    if not spec.nbytes:
+        return torch.empty(spec.shape, dtype=spec.dtype)
     return torch.frombuffer(memory, dtype=spec.dtype).view(spec.shape)

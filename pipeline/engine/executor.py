@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ class ActionError(RuntimeError):
 class Microbatches:
     """One step's batch as this rank needs it: the microbatches' sizes, and the tensors of the end stages it holds.
 
+    A microbatch of size 0 is one of a short batch: nothing is done for it.
     Inputs and targets of a microbatch are a tensor, or a nest of tensors whose first dimension is the samples.
     `first` is the number of the first one among those of all replicas; `weight` is the whole batch's.
     """
@@ -49,6 +50,8 @@ class Microbatches:
     weight: float
     loss_scale: float = 1.0
     first: int = 0
+    kinds: tuple[Hashable, ...] | None = None
+    """What microbatches of one shape have in common, where the size doesn't tell it. None: it does."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -61,6 +64,7 @@ class Microbatches:
             inputs=self.inputs and self.inputs[piece],
             targets=self.targets and self.targets[piece],
             first=self.first + piece.start,
+            kinds=self.kinds and self.kinds[piece],
         )
 
 
@@ -70,6 +74,8 @@ class StepState:
 
     batch: Microbatches
     trace: Trace
+    boundaries: Sequence[Sequence[Boundary]] = ()
+    """For each microbatch what every stage receives; nothing for an empty one."""
     passes: dict[tuple[int, int], Pass] = field(default_factory=dict)
     weights: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
     handover: dict[Hashable, Tensors] = field(default_factory=dict)
@@ -105,7 +111,7 @@ class Executor:
         rank: of all replicas' ranks: it runs row `rank % pp`, and its messages stay in replica `rank // pp`.
         schedule: the complete program of all ranks: compute, recomputation and communication.
         stages: the rank's stages by index.
-        boundaries: for each microbatch size what every stage receives (`pipeline.engine.boundary.boundaries`).
+        boundaries: for each kind of microbatch what every stage receives (`pipeline.engine.boundary.boundaries`).
         transport: moves messages; the other ranks' executors must use its other ends.
         marker: moved with every action, so that others can see where this rank stands.
         reduce: begins to sum a stage's gradients over the replicas, if there are several.
@@ -116,7 +122,7 @@ class Executor:
         rank: int,
         schedule: Schedule,
         stages: Mapping[int, Stage],
-        boundaries: Mapping[int, Sequence[Boundary]],
+        boundaries: Mapping[Hashable, Sequence[Boundary]],
         transport: Transport,
         marker: Marker | None = None,
         reduce: Callable[[int], None] | None = None,
@@ -171,10 +177,10 @@ class Executor:
 
     def _program(self, batch: Microbatches) -> Generator[Action, None, StepResult]:
         trace = NoTrace() if self.clock is None else Trace(self.rank, self.clock)
-        state = StepState(batch, trace)
+        state = StepState(batch, trace, [self.boundaries.get(kind, ()) for kind in batch.kinds or batch.sizes])
         self._begin()
         self._marker.begin(Activity.EVALUATING if self.schedule.forward_only else Activity.TRAINING, batch.step)
-        for position, action in enumerate(self._row):
+        for position, action in self._actions(batch):
             self.position = position
             awaited = self._awaited(action, state)
             self._marker.move(position, waiting=bool(awaited))
@@ -191,6 +197,16 @@ class Executor:
             yield action
         self.completed += 1
         return StepResult(state.losses, state.trace)
+
+    def _actions(self, batch: Microbatches) -> Iterable[tuple[int, Action]]:
+        """What the row has to be done for this batch, with the positions."""
+        if all(batch.sizes):
+            return enumerate(self._row)
+        return [
+            (position, part)
+            for position, action in enumerate(self._row)
+            for part in _without_empty(action, batch.sizes)
+        ]
 
     def _run(self, action: Action, state: StepState, awaited: Mapping[Hashable, tuple[Receive, ...]]) -> None:
         if not action.type.is_compute:
@@ -287,11 +303,11 @@ class Executor:
         self._check(tensors, self._boundary(state, action.stage + 1, action.microbatch).tensors, action)
         state.handover[self._wires[action].makes] = tensors
 
-    def _take_gradients(self, state: StepState, action: Action, trained: Sequence[bool]) -> Gradients:
+    def _take_gradients(self, state: StepState, action: Action, trained: tuple[bool, ...]) -> Gradients:
         if self.stages[action.stage].loss is not None:
             return [state.losses[action.microbatch].new_full((), state.batch.loss_scale)]
         boundary = self._boundary(state, action.stage + 1, action.microbatch)
-        if not all(map(le, trained, boundary.trained)):
+        if trained != boundary.trained and not all(map(le, trained, boundary.trained)):
             raise ValueError(
                 f"stage {action.stage} trains now and was frozen when the run was planned: unfreeze layers before, or "
                 "plan again"
@@ -301,8 +317,7 @@ class Executor:
     def _hand_back(self, state: StepState, action: Action, gradients: Gradients, inputs: Nest) -> None:
         if not self.stages[action.stage].first:
             boundary = self._boundary(state, action.stage, action.microbatch)
-            pairs = boundary.of_differentiable(list(zip(gradients, flat(inputs), strict=True)))
-            given = tuple([torch.zeros_like(each) if gradient is None else gradient for gradient, each in pairs])
+            given = boundary.returned(gradients, flat(inputs))
             self._check(given, boundary.gradients, action)
             state.handover[self._wires[action].makes] = given
 
@@ -311,9 +326,9 @@ class Executor:
     def _send(self, state: StepState, action: Action) -> None:
         transfer = self._transfer(action)
         tensors = state.handover.pop(transfer.message, ())  # none if it left in the middle of an overlapped pair
-        specs = self._boundary(state, transfer.stage, action.microbatch).message(transfer.channel.kind)
-        for tensor, spec in zip(tensors, specs, strict=False):
-            self._transport.send(transfer.channel, transfer.message, tensor.to(spec.dtype))
+        boundary = self._boundary(state, transfer.stage, action.microbatch)
+        for tensor in boundary.outgoing(transfer.channel.kind, tensors):
+            self._transport.send(transfer.channel, transfer.message, tensor)
 
     def _post_receive(self, state: StepState, action: Action) -> None:
         transfer = self._transfer(action)
@@ -330,7 +345,7 @@ class Executor:
     # Small things
 
     def _boundary(self, state: StepState, stage: int, microbatch: int) -> Boundary:
-        return self.boundaries[state.batch.sizes[microbatch]][stage]
+        return state.boundaries[microbatch][stage]
 
     def _check(self, tensors: Tensors, expected: tuple[TensorSpec, ...], action: Action) -> None:
         if len(tensors) != len(expected) or not all(map(TensorSpec.fits, expected, tensors)):
@@ -370,6 +385,14 @@ class Executor:
 
 def nothing_to_reduce(stage: int) -> None:
     """A single replica's gradients are complete as they stand."""
+
+
+def _without_empty(action: Action, sizes: Sequence[int]) -> tuple[Action, ...]:
+    """What is left of an action where microbatches of size 0 have nothing to do: of a pair perhaps the other part."""
+    if action.type is ActionType.REDUCE_GRAD:
+        return (action,)
+    left = tuple(part for part in action.compute if sizes[part.microbatch])
+    return (action,) if left == action.compute else left
 
 
 def run(

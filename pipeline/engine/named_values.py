@@ -29,8 +29,9 @@ def alive(layers: Sequence[Layer]) -> tuple[tuple[str, ...], ...]:
         layers: the whole model's, in order.
 
     Raises:
-        ValueError: a layer takes a name that no layer before it gives, or two give the same one.
+        ValueError: a layer takes a name that no layer before it gives, two give the same one, or names are none.
     """
+    _check_names(layers)
     given = _givers(layers)
     last_taker: dict[str, int] = {}
     for index, layer in enumerate(layers):
@@ -92,6 +93,14 @@ def carried(value: Nest, named: dict[str, Nest]) -> Nest:
 def opened(inputs: Any, names: Sequence[str]) -> tuple[Nest, dict[str, Nest]]:
     """The value and the named ones that crossed where `names` are alive: what `carried` undoes."""
     return (inputs.value, inputs.named) if names else (inputs, {})
+
+
+def _check_names(layers: Sequence[Layer]) -> None:
+    for layer in layers:
+        given: dict[str, Any] = {"takes": layer.takes, "gives": layer.gives}  # a module's attributes may be anything
+        for word, names in given.items():
+            if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"layer {layer.name} {word} {names!r}: use a tuple of names, as in {word}=('skip',)")
 
 
 def _givers(layers: Sequence[Layer]) -> dict[str, int]:

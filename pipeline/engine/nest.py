@@ -10,8 +10,19 @@ from torch import Tensor
 Nest: TypeAlias = "Tensor | tuple[Nest, ...] | list[Nest] | dict[Any, Nest] | None"
 
 
+class Microbatched(tuple[Any, ...]):
+    """A batch that is cut already: a nest for each microbatch. They may differ in shape."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"Microbatched{tuple(self)!r}"
+
+
 def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
     """`nest` with the result of `function` in the place of each of its leaves; None stays, for it is none."""
+    if isinstance(nest, Tensor):
+        return function(nest)
     if isinstance(nest, dict):
         return type(nest)((key, mapped(function, each)) for key, each in nest.items())
     if isinstance(nest, list | tuple):

@@ -121,11 +121,13 @@ class _Section:
 
     def backward(self, gradients: Gradients) -> Gradients:
         """The gradients of the inputs, from those of the outputs."""
-        places = [place for place, root in enumerate(self.roots) if root is not None and gradients[place] is not None]
-        if places:
-            roots, given = [self.roots[place] for place in places], [gradients[place] for place in places]
+        pairs = [
+            pair for pair in zip(self.roots, gradients, strict=True) if pair[0] is not None and pair[1] is not None
+        ]
+        if pairs:
+            roots, given = zip(*pairs, strict=True)
             with self._owner.stage.in_backward(self._owner.weights):
-                torch.autograd.backward(roots, given)  # type: ignore[arg-type]
+                torch.autograd.backward(roots, given)
         return [tensor.grad for tensor in flat(self.inputs)]
 
     def _build(self, run: Run) -> Nest:
@@ -152,7 +154,7 @@ class _Recomputed(_Section):
 
     def _passes_gradient(self, output: Tensor) -> bool:
         trains = any(tensor.requires_grad for tensor in flat(self.inputs)) or self._owner.stage.trains(self._layers)
-        return trains and output.is_floating_point()
+        return trains and (output.is_floating_point() or output.is_complex())
 
 
 class _RecomputedAroundCostly(_Section):

@@ -50,6 +50,8 @@ class Recomputed:
 
         The first layer is recomputed, for its input, the stage's, is held in any case.
         """
+        if layers == 0:
+            return whole(0)
         if self.every == 1:
             return (Segment(slice(0, layers), True, self.keeps_costly),)
         runs = (list(run) for _, run in groupby(range(layers), self._run))
@@ -61,13 +63,15 @@ class Recomputed:
         Args:
             layers: of the stage; None: many.
         """
-        layered = 1 / self.every if layers is None else len(range(0, layers, self.every)) / layers
-        return layered * (CHEAP_TIME if self.keeps_costly else 1.0)
+        return self._layered(layers) * (CHEAP_TIME if self.keeps_costly else 1.0)
 
     def kept(self, layers: int | None = None) -> float:
         """About which part of its activations a recomputed pass keeps from F to R, as `share` reckons."""
-        layered = 1 / self.every if layers is None else len(range(0, layers, self.every)) / layers
-        return 1 - layered * (1 - COSTLY_BYTES if self.keeps_costly else 1.0)
+        return 1 - self._layered(layers) * (1 - COSTLY_BYTES if self.keeps_costly else 1.0)
+
+    def _layered(self, layers: int | None) -> float:
+        """The part of the layers that is recomputed."""
+        return 1 / self.every if layers is None else len(range(0, layers, self.every)) / max(layers, 1)
 
     def _run(self, layer: int) -> tuple[int, bool]:
         return layer // self.every, layer % self.every == 0

@@ -10,13 +10,15 @@ from itertools import pairwise
 def manual(chosen: Sequence[int | str], layers: Sequence[str], stages: int) -> tuple[int, ...]:
     """The given number of layers a stage, or the name of each stage's first layer, checked.
 
+    By number a stage between others may be empty: it passes on what comes.
+
     Args:
         chosen: whole numbers, or names, an entry a stage.
         layers: the names of the model's layers.
 
     Raises:
-        ValueError: the entries are not one a stage, a number is under 1, the numbers do not add up to the model's
-            layers, or the names aren't layers in order from the first.
+        ValueError: the entries are not one a stage, a number is under 0 or that of an end under 1, the numbers do not
+            add up to the model's layers, or the names aren't layers in order from the first.
     """
     given = f"partition.layers={list(chosen)}"
     names, counts = _split(chosen)
@@ -29,8 +31,11 @@ def manual(chosen: Sequence[int | str], layers: Sequence[str], stages: int) -> t
         )
     if names:
         counts = _from_names(given, names, layers)
-    if min(counts) < 1:
-        raise ValueError(f"{given} leaves a stage empty: every stage needs at least one layer")
+    if min(counts) < 0 or counts[0] == 0 or counts[-1] == 0:
+        raise ValueError(
+            f"{given} leaves an end empty or takes layers away: give the first and the last stage at least 1, the "
+            "others 0 or more"
+        )
     if sum(counts) != len(layers):
         raise ValueError(f"{given} adds up to {sum(counts)}, the model has {len(layers)} layers: make them equal")
     return tuple(counts)

@@ -36,6 +36,7 @@ def _digest(plan: Plan) -> str:
         dict(plan.tied),
         dict(plan.boundaries),
         plan.microbatch_sizes,
+        plan.microbatch_kinds,
         plan.dp,
     )
     return hashlib.sha256(repr(decided).encode()).hexdigest()

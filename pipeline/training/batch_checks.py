@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipeline.engine.nest import Nest, flat
+from pipeline.engine.nest import Microbatched, Nest, flat
 from pipeline.training.plan import samples
 
 
@@ -26,11 +26,14 @@ def check_batch(inputs: Nest, targets: Nest) -> int:
     """How many samples this batch has.
 
     Raises:
-        ValueError: as for `check_inputs`, or there are more or fewer targets.
+        ValueError: as for `check_inputs`, there are more or fewer targets, or they are cut into other microbatches.
     """
     found, told = check_inputs(inputs), _count("targets", targets)
     if told != found:
         raise ValueError(f"the batch has {found} inputs and {told} targets: give a target for each sample")
+    cuts = [list(map(samples, batch)) if isinstance(batch, Microbatched) else "whole" for batch in (inputs, targets)]
+    if cuts[0] != cuts[1]:
+        raise ValueError(f"of microbatches inputs are cut as {cuts[0]} and targets as {cuts[1]}: cut both alike")
     return found
 
 

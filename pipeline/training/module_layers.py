@@ -38,12 +38,12 @@ class ModuleLayer:
     @property
     def takes(self) -> tuple[str, ...]:
         """What the module's attribute `takes` names, if it has one."""
-        return tuple(getattr(self.module, "takes", ()))
+        return getattr(self.module, "takes", ())
 
     @property
     def gives(self) -> tuple[str, ...]:
         """What the module's attribute `gives` names, if it has one."""
-        return tuple(getattr(self.module, "gives", ()))
+        return getattr(self.module, "gives", ())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers by whole-model name."""

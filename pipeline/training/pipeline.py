@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.engine.boundary import SpecNest, in_words, specs_of
-from pipeline.engine.nest import Nest, flat, mapped, rebuilt
+from pipeline.engine.nest import Microbatched, Nest, flat, rebuilt
 from pipeline.engine.seeding import generator_state, set_generator_state
 from pipeline.engine.transport import InProcessTransport, Transport
 from pipeline.schedule.library import options_of
@@ -38,6 +38,8 @@ from pipeline.training.settings import (
     ScheduleSettings,
     Settings,
 )
+
+__all__ = ["Microbatched", "Pipeline"]
 
 _KEPT_PLANS = 128
 """Shapes of batches that are planned once: more are planned again when they come back."""
@@ -200,24 +202,21 @@ class Pipeline:
 
         Args:
             inputs, targets: the batch, a tensor (samples, ...) or such tensors in tuples, lists and dicts; the same in
-                every process.
+                every process. Or each cut already, `Microbatched([...])` of as many as the pipeline has microbatches,
+                whose shapes may differ: sentences padded to the longest of a microbatch. A batch may be short: of fewer
+                samples than microbatches the last ones are empty and cost nothing.
 
         Returns:
             The mean loss over the whole batch, 0-dim, in every process.
 
         Raises:
-            ValueError: the batch has fewer samples than microbatches, a layer refuses it, or processes have others.
+            ValueError: the batch is empty, a layer refuses it, or processes have others.
             ActionError: an action of the schedule failed. Gradients are then of no use; in one process the next step
                 finds everything else in order.
         """
-        found, least = check_batch(inputs, targets), self._settings.batch_size
-        if found < least:
-            raise ValueError(
-                f"the batch has {found} samples and the pipeline {least} microbatches: use a larger batch, or "
-                f"microbatches={max(1, found // self._settings.dp)}"
-            )
+        check_batch(inputs, targets)
         with self._running("step", inputs, targets, self._plan) as ranks:
-            own = mapped(lambda tensor: tensor[ranks.samples], inputs)
+            own = ranks.own(inputs)
             loss = ranks.mean_loss(ranks.train(ranks.cut(self.steps, own, targets)))
         self.steps += 1
         return self._scalar(loss)
@@ -226,27 +225,32 @@ class Pipeline:
         """The mean loss over any number of samples with the layers in evaluation mode, 0-dim, in every process.
 
         Raises:
-            As `step` does, but for the number of samples.
+            As `step` does.
         """
         check_batch(inputs, targets)
         loss = self._model.loss
-        sums = self._forward("evaluate", inputs, targets, loss)
+        pieces = [(inputs, targets)]
+        if isinstance(inputs, Microbatched) and isinstance(targets, Microbatched):
+            pieces = [piece for piece in zip(inputs, targets, strict=True) if samples(piece)]
+        sums = [each for piece in pieces for each in self._forward("evaluate", *piece, loss)]
         total = float(torch.stack(sums).sum()) if sums else 0.0  # the whole of it, in every replica
         ranks = self._in_order()
         shares = self._group.gather_floats([total if rank.holds_last else 0.0 for rank in ranks])
-        return self._scalar(sum(shares[: self._settings.pp]) / (loss.weight(targets) or 1.0))
+        return self._scalar(sum(shares[: self._settings.pp]) / (sum(loss.weight(piece[1]) for piece in pieces) or 1.0))
 
     def predict(self, inputs: Nest) -> Nest:
         """What the last layer gives for any number of samples, in evaluation mode and without a graph.
 
         Returns:
             A tensor, or such tensors as the last layer gives, the samples first; None in processes without the last
-            stage.
+            stage. Of a batch that is `Microbatched` that of each microbatch.
 
         Raises:
-            As `step` does, but for the number of samples.
+            As `step` does.
         """
         check_inputs(inputs)
+        if isinstance(inputs, Microbatched):
+            return Microbatched(map(self.predict, inputs))
         outputs: list[Nest] = []
 
         def read(given: Nest, _: Nest) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from pipeline.engine.boundary import Boundary, SpecNest, TensorSpec, boundaries
 from pipeline.engine.flops import TRAINING
 from pipeline.engine.model import Model
-from pipeline.engine.nest import Nest, flat, mapped, rebuilt
+from pipeline.engine.nest import Microbatched, Nest, flat, mapped, rebuilt
 from pipeline.engine.segments import Recomputed
 from pipeline.engine.standing import Activity
 from pipeline.schedule.costs import Costs
@@ -50,8 +50,8 @@ class Plan:
     counts: tuple[int, ...]
     """How many consecutive layers each stage holds."""
     tied: Mapping[str, str]
-    boundaries: Mapping[int, tuple[Boundary, ...]]
-    """By microbatch size: what each stage receives, and last what the loss receives."""
+    boundaries: Mapping[Hashable, tuple[Boundary, ...]]
+    """By microbatch size (or kind): what each stage receives, and last what the loss receives."""
     microbatch_sizes: tuple[int, ...]
     """Of a whole batch, those of the first replica first."""
     recomputed: Recomputed
@@ -61,6 +61,8 @@ class Plan:
     of F, no transfer."""
     partition: str = ""
     """How the layers were cut, and why so."""
+    microbatch_kinds: tuple[Hashable, ...] | None = None
+    """Of each microbatch what it has in common with others of its shape. None: its size."""
     peak_activation_bytes: tuple[int, ...] | None = None
     """Of each rank of all replicas, as predicted (`predicted_bytes.with_predicted_bytes`)."""
     dp: int = 1
@@ -222,20 +224,50 @@ def for_batch(plan: Plan, settings: Settings, model: Model, inputs: SpecNest, de
 
     Args:
         settings, model: the plan's.
-        inputs: one whole batch of the model's input: a tensor's spec, or a nest of such.
+        inputs: one whole batch of the model's input: a tensor's spec, or a nest of such, or these for each microbatch
+            (`Microbatched`). Of a batch of fewer samples than microbatches the last ones are empty.
         device: its type decides autocast's rules.
 
     Raises:
-        ValueError: a layer refuses such a batch.
+        ValueError: a layer refuses such a batch, or a replica would have none of its samples.
     """
-    sizes = microbatch_sizes(samples(inputs), settings.dp * settings.microbatches)
-    return replace(
-        plan,
-        boundaries={
-            size: _boundaries(settings, model, plan.counts, inputs, size, device) for size in sorted(set(sizes))
-        },
-        microbatch_sizes=sizes,
-    )
+    count = settings.dp * settings.microbatches
+    kinds: tuple[Hashable, ...] | None = None
+    shapes: dict[Hashable, tuple[SpecNest, int]]
+    if isinstance(inputs, Microbatched):
+        check_count(inputs, count)
+        sizes, kinds = tuple(map(samples, inputs)), tuple(map(repr, inputs))
+        shapes = dict(zip(kinds, zip(inputs, sizes, strict=True), strict=True))
+    else:
+        sizes = microbatch_sizes(samples(inputs), count)
+        shapes = {size: (inputs, size) for size in sizes}
+    _check_replicas(sizes, settings)
+    found = {
+        kind: _boundaries(settings, model, plan.counts, piece, size, device)
+        for kind, (piece, size) in shapes.items()
+        if size
+    }
+    return replace(plan, boundaries=found, microbatch_sizes=sizes, microbatch_kinds=kinds)
+
+
+def _check_replicas(sizes: Sequence[int], settings: Settings) -> None:
+    firsts = range(0, len(sizes), settings.microbatches)
+    if not all(any(sizes[first : first + settings.microbatches]) for first in firsts):
+        least = (settings.dp - 1) * settings.microbatches + 1
+        raise ValueError(f"a batch of {sum(sizes)} samples is too small: use {least} or more, one at least a replica")
+
+
+def check_count(batch: Microbatched, microbatches: int) -> None:
+    """Refuse a batch that is cut into another number of microbatches than the run has.
+
+    Raises:
+        ValueError: both numbers.
+    """
+    if len(batch) != microbatches:
+        raise ValueError(
+            f"the batch is cut into {len(batch)} microbatches, and the run has {microbatches}: use "
+            f"microbatches={len(batch)}, or cut it into {microbatches}"
+        )
 
 
 def for_inference(
@@ -257,7 +289,7 @@ def for_inference(
     """
     program = lower(forward_only(plan.schedule.stage_to_rank, microbatches), prefetch=settings.prefetch)
     validate(program)
-    cut_there = {
+    cut_there: dict[Hashable, tuple[Boundary, ...]] = {
         size: _boundaries(settings, model, plan.counts, inputs, size, device, training=False) for size in sorted(sizes)
     }
     return replace(plan, program=program, evaluation=program, boundaries=cut_there, microbatch_sizes=tuple(sizes))
@@ -320,7 +352,10 @@ def _boundaries(
 
 
 def split(batch: Nest, sizes: Sequence[int]) -> tuple[Nest, ...]:
-    """The batch cut into microbatches of these sizes, every tensor of it along its first dimension."""
+    """The batch cut into microbatches of these sizes, every tensor of it along its first dimension; or as it is cut."""
+    if isinstance(batch, Microbatched):
+        check_count(batch, len(sizes))
+        return batch
     parts = [torch.split(tensor, list(sizes)) for tensor in flat(batch)]
     return tuple(rebuilt(batch, part) for part in zip(*parts, strict=True))
 
@@ -337,6 +372,8 @@ def samples(batch: Nest | SpecNest) -> int:
     Raises:
         ValueError: they don't agree, or a tensor has none.
     """
+    if isinstance(batch, Microbatched):
+        return sum(map(samples, batch))
     shapes = [tuple(tensor.shape) for tensor in flat(batch)]
     sizes = {shape[:1] for shape in shapes}
     if len(sizes) != 1 or () in sizes:

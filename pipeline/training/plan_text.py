@@ -34,7 +34,7 @@ def _stages(plan: Plan) -> Table:
         table.add_column(name, justify="right" if name in ("parameters", "FLOPs") else "left")
     for stage, rank in enumerate(plan.schedule.stage_to_rank):
         names = [plan.layers[index].name for index in plan.layers_of(stage)]
-        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        span = ", ".join(names) if len(names) < 2 else f"{names[0]} .. {names[-1]} ({len(names)})"
         table.add_row(
             str(stage), str(rank), span, f"{plan.stage_parameters(stage):,}", percent_text(plan.stage_flops(stage))
         )

@@ -155,7 +155,7 @@ def parameter_bytes(layer: Layer, settings: Settings) -> int:
 def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomputed, settings: Settings) -> Costs:
     """The simulator's terms for what was measured: a stage takes what its layers take together.
 
-    A message's size is that of what the stage's last layer hands on; its latency and bandwidth are the stated ones.
+    A message's size is that of what the last layer before it hands on; its latency and bandwidth are the stated ones.
 
     Args:
         layers: of the whole model.
@@ -181,7 +181,9 @@ def to_costs(layers: Sequence[LayerCosts], counts: Sequence[int], part: Recomput
         recompute=tuple(sum(layer.again for layer in stage) for stage in repeated),
         transfer=stated_times("costs.transfer", settings.costs.transfer) or 0.0,
         bandwidth=settings.costs.bandwidth,
-        boundary_bytes=tuple(float(stage[-1].boundary_bytes) for stage in held),
+        boundary_bytes=tuple(
+            float(layers[sum(counts[: stage + 1]) - 1].boundary_bytes) for stage in range(len(counts))
+        ),
     )
     return place_costs(costs, range(len(held)))
 

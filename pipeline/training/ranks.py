@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Loss
-from pipeline.engine.nest import Nest
+from pipeline.engine.nest import Microbatched, Nest, mapped
 from pipeline.engine.standing import Activity
 from pipeline.training import gradients
 from pipeline.training.group import Group
@@ -52,11 +52,12 @@ class Ranks:
     @property
     def samples(self) -> slice:
         """Of a whole batch those that go through the replicas of this process."""
-        sizes, own = self.plan.microbatch_sizes, self._microbatches
+        sizes, own = self.plan.microbatch_sizes, self.microbatches
         return slice(sum(sizes[: own.start]), sum(sizes[: own.stop]))
 
     @property
-    def _microbatches(self) -> slice:
+    def microbatches(self) -> slice:
+        """Of a whole batch's microbatches those that go through the replicas of this process."""
         first, last = (self.plan.microbatches_of(self.ranks[at].rank) for at in (0, -1))
         return slice(first.start, last.stop)
 
@@ -65,6 +66,13 @@ class Ranks:
         self.plan = plan
         for rank in self.ranks:
             rank.expect(plan)
+
+    def own(self, inputs: Nest) -> Nest:
+        """Of a whole batch what goes through the replicas of this process."""
+        if isinstance(inputs, Microbatched):
+            return Microbatched(inputs[self.microbatches])
+        own: Nest = mapped(lambda tensor: tensor[self.samples], inputs)
+        return own
 
     def cut(self, step: int, inputs: Nest, targets: Nest, *, loss_scale: float = 1.0) -> Microbatches:
         """A whole batch as microbatches.
@@ -77,19 +85,21 @@ class Ranks:
             loss_scale: what the gradients are multiplied by.
         """
         sizes = self.plan.microbatch_sizes
+        whole = targets if isinstance(targets, Microbatched) else (targets,)
         return Microbatches(
             step=step,
             sizes=sizes,
-            inputs=None if inputs is None else self._placed(split(inputs, sizes[self._microbatches])),
+            inputs=None if inputs is None else self._placed(split(inputs, sizes[self.microbatches])),
             targets=None if targets is None else split(targets, sizes),
             # nothing may count in a batch, padding alone: its sum is 0, and so shall its mean be
-            weight=1.0 if targets is None else self._loss.weight(targets) or 1.0,
+            weight=1.0 if targets is None else sum(map(self._loss.weight, whole)) or 1.0,
             loss_scale=loss_scale,
+            kinds=self.plan.microbatch_kinds,
         )
 
     def _placed(self, pieces: tuple[Nest, ...]) -> tuple[Nest, ...]:
         """Where they belong among those of all replicas, whose own aren't here."""
-        before, after = self._microbatches.start, len(self.plan.microbatch_sizes) - self._microbatches.stop
+        before, after = self.microbatches.start, len(self.plan.microbatch_sizes) - self.microbatches.stop
         return (*[None] * before, *pieces, *[None] * after)
 
     def parts(self, batch: Microbatches) -> list[Microbatches]:

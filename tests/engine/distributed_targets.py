@@ -27,7 +27,19 @@ from pipeline.training.rank import Rank
 from pipeline.training.settings import OptimizerSettings, PrecisionSettings
 from pipeline.training.transports import open_transport
 from tests.engine.harness import CPU, buffers_of, microbatches_of, placement, settings_for
-from tests.engine.samples import chain, images, linears, nested, nests, sentences, small_gpt, text, translator, vectors
+from tests.engine.samples import (
+    chain,
+    images,
+    linears,
+    nested,
+    nests,
+    sentences,
+    small_gpt,
+    text,
+    texts,
+    translator,
+    vectors,
+)
 
 WIDE = 1 << 20
 """32 MB in four samples of float64: far over what any transport buffers without a matching receive."""
@@ -75,6 +87,10 @@ class Case:
             return resnet(depth=18, classes=10), images(self.batch_size)
         if self.name.startswith("nests"):
             return nested(), nests(self.batch_size)
+        if self.name.startswith("lengths"):
+            return small_gpt(), texts([8, 3, 5, 3])
+        if self.name.startswith("short"):
+            return small_gpt(), text(3)
         if self.name.startswith("translator"):
             return translator(), sentences(self.batch_size)
         if self.name.startswith("large"):

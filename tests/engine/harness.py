@@ -14,7 +14,7 @@ from pipeline.engine.boundary import Autocast, specs_of
 from pipeline.engine.compilation import Compiler
 from pipeline.engine.executor import Microbatches, StepResult, run
 from pipeline.engine.model import Model
-from pipeline.engine.nest import mapped
+from pipeline.engine.nest import Microbatched, mapped
 from pipeline.engine.stage import Placement, Stage
 from pipeline.engine.transport import InProcessTransport
 from pipeline.schedule.library import forward_only, options_of
@@ -94,8 +94,9 @@ def plan_with(
 
 def microbatches_of(plan: Plan, model: Model, inputs: Tensor, targets: Tensor, step: int = 0) -> Microbatches:
     """One batch cut as the plan says."""
-    sizes = plan.microbatch_sizes
-    return Microbatches(step, sizes, split(inputs, sizes), split(targets, sizes), weight=model.loss.weight(targets))
+    sizes, kinds = plan.microbatch_sizes, plan.microbatch_kinds
+    pieces = split(inputs, sizes), split(targets, sizes)
+    return Microbatches(step, sizes, *pieces, weight=sum(map(model.loss.weight, pieces[1])), kinds=kinds)
 
 
 def build_ranks(
@@ -168,9 +169,10 @@ def plain_loop(
     for alias, owner in model.tied.items():
         stage.tie(alias, parameters[owner])
     parameters = dict(stage.named_parameters())
-    sizes = microbatch_sizes(samples(inputs), microbatches)
-    weight, total = model.loss.weight(targets), torch.zeros((), dtype=dtype)
-    for piece, answer in zip(split(inputs, sizes), split(targets, sizes), strict=True):
+    sizes = microbatch_sizes(samples(inputs), len(inputs) if isinstance(inputs, Microbatched) else microbatches)
+    answers = split(targets, sizes)
+    weight, total = sum(map(model.loss.weight, answers)), torch.zeros((), dtype=dtype)
+    for piece, answer in zip(split(inputs, sizes), answers, strict=True):
         value, named = mapped(stage.placement.loaded, piece), {}
         for layer, module in zip(model.layers, stage.modules, strict=True):
             output = module(value, *(named[name] for name in layer.takes))

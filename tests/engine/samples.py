@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models.gpt import gpt
 from models.loss import CrossEntropy
 from models.model import Layer, Model
+from pipeline.engine.nest import Microbatched
 
 
 def small_gpt(dropout: float = 0.0, tie: bool = True, layers: int = 6) -> Model:
@@ -23,6 +24,13 @@ def text(batch_size: int, seed: int = 1) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 32, (batch_size, 9), generator=draw)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def texts(lengths: Sequence[int], samples: int = 2) -> tuple[Microbatched, Microbatched]:
+    """Of a microbatch of each length so many samples; those of no length are none."""
+    draw = torch.Generator().manual_seed(7)
+    cut = [torch.randint(0, 32, (samples if length else 0, length + 1), generator=draw) for length in lengths]
+    return Microbatched(part[:, :-1] for part in cut), Microbatched(part[:, 1:] for part in cut)
 
 
 def images(batch_size: int, size: int = 64) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,8 @@ def test_a_graph_that_saved_a_buffer_keeps_it():
 
 def test_buffers_hold_messages_of_any_shape_up_to_their_size():
     pool = BufferPool(4096, 1)
-    for spec in (TensorSpec((1024,), torch.float32), TensorSpec((3, 5), torch.bfloat16), TensorSpec((), torch.int64)):
+    shapes = [((1024,), torch.float32), ((3, 5), torch.bfloat16), ((), torch.int64), ((2, 0), torch.bool)]
+    for spec in (TensorSpec(*shape) for shape in shapes):
         buffer, _ = pool.take(spec)
         assert TensorSpec.of(buffer) == spec
         assert buffer.is_contiguous()

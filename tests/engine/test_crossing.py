@@ -171,7 +171,9 @@ def test_a_boundary_sorts_what_crosses():
     (nothing, given) = boundary.spread([its_gradient])
     assert nothing is None
     assert given is its_gradient
-    assert boundary.of_differentiable(["of the count", "of the number"]) == ["of the number"]
+    assert boundary.returned([None, "of the number"], [count, number]) == ("of the number",)
+    (zeros,) = boundary.returned([None, None], [count, number])
+    assert torch.equal(zeros, torch.zeros(2))
     arrived = count.clone(), number
     leaves = boundary.leaves(arrived)
     assert leaves == {"count": arrived[0], "rest": [arrived[1], None]}

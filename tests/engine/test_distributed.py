@@ -52,6 +52,8 @@ CASES = {
         Case("gpt, overlapped pairs", "dualpipe_v", 4, 8),
         Case("resnet, split backward in a loop", "interleaved_zb", 3, 6, "except_last"),
         Case("nests, there and back", "zbv", 4, 7, "except_last"),
+        Case("lengths of their own", "zbv", 4, 8, "except_last"),
+        Case("short batch", "interleaved_1f1b", 4, 8),
         Case("translator", "interleaved_zb", 4, 7, "always"),
         Case("gpt with dropout in bf16", "interleaved_1f1b", 4, 8, "always", BF16),
     ]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.training.settings import ActivationCheckpointSettings, PartitionSettings
 from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, settings_for
-from tests.engine.samples import chain, vectors
+from tests.engine.samples import chain, sentences, translator, vectors
 
 LINEAR = partial(nn.Linear, 4, 4)
 
@@ -40,6 +41,24 @@ class Flat(nn.Module):
         return x.flatten(1)
 
 
+class Complex(nn.Linear):
+    """Gives complex numbers."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return torch.complex(x, 2 * x)
+
+
+class Turned(nn.Module):
+    def forward(self, z):
+        return z * (1 + 2j)
+
+
+class Real(nn.Linear):
+    def forward(self, z):
+        return super().forward(z.real * z.imag)
+
+
 class Overwritten(nn.Linear):
     """Changes its own product in place, last thing before the edge."""
 
@@ -57,6 +76,7 @@ EDGES = {
     "its input as it is": [LINEAR, nn.Identity, nn.Identity, nn.Identity],
     "a view": [LINEAR, View, Flat, LINEAR],
     "a view through an edge": [LINEAR, View, nn.Identity, Flat],
+    "complex numbers": [partial(Complex, 4, 4), Turned, partial(Real, 4, 4), LINEAR],
     "an output changed in place": [partial(Overwritten, 4, 4)] * 3 + [LINEAR],
     "an unused parameter": [Spare, Spare, Spare, Spare],
 }
@@ -72,6 +92,17 @@ def test_gradients_are_the_plain_loops(edge, schedule, checkpoint):
     settings = settings_for(schedule, SCHEDULES[schedule], 4, 7, checkpoint=checkpoint)
     found, expected = pipelined(settings, model, inputs, targets), plain_loop(model, inputs, targets, 4)
     assert_equal_outcomes(found, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", ActivationCheckpointSettings("selective", every=2)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layers", [[4, 0, 0, 5], [1, 0, 7, 1]])
+def test_a_stage_without_layers_passes_on_what_comes(layers, schedule, checkpoint):
+    """A memory and a mask too."""
+    model, batch = translator(), sentences(7)
+    manual = PartitionSettings("manual", layers)
+    settings = settings_for(schedule, SCHEDULES[schedule], 4, 7, checkpoint=checkpoint, partition=manual)
+    assert_equal_outcomes(pipelined(settings, model, *batch), plain_loop(model, *batch, 4))
 
 
 def test_an_unused_parameter_has_no_gradient():

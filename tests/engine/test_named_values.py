@@ -148,6 +148,8 @@ def test_a_value_is_let_go_after_its_last_taker():
         ({}, {0: ("x", "x")}, "layers 0 and 0 both give 'x'"),
         ({}, {3: ("x",)}, r"layer 3 gives x and returns a tensor: let it return \(value, x\)"),
         ({1: ("x",)}, {0: ("x",)}, r"layer 1 refuses its input float64\[2, 4\], float64\[2, 4\]: .*positional arg"),
+        ({3: "skip"}, {0: ("skip",)}, r"layer 3 takes 'skip': use a tuple of names, as in takes=\('skip',\)"),
+        ({}, {0: [1]}, r"layer 0 gives \[1\]: use a tuple of names"),
         ({}, {0: ("x", "y")}, r"layer 0 gives x, y and returns a tuple of 2: let it return \(value, x, y\)"),
     ],
 )

@@ -17,6 +17,7 @@ from pipeline.engine.stage import Stage
 from pipeline.engine.weight_gradient import WeightGradients
 from tests.engine.harness import placement
 from tests.engine.samples import chain, images, linears, small_gpt, text, vectors
+from tests.engine.test_edges import Complex, Real, Turned
 
 PARTS = {
     "everything": Recomputed(),
@@ -157,6 +158,13 @@ class Overwrites(nn.Module):
 @pytest.mark.parametrize("part", PARTS)
 def test_products_that_are_changed_in_place(part):
     model = chain([Overwrites] * 4)
+    expected = gradients(staged(model), *vectors(3), recomputed=False)
+    assert_same(gradients(staged(model, PARTS[part]), *vectors(3), recomputed=True), expected)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_complex_numbers_between_recomputed_layers(part):
+    model = chain([partial(Complex, 4, 4), Turned, partial(Real, 4, 4), Overwrites])
     expected = gradients(staged(model), *vectors(3), recomputed=False)
     assert_same(gradients(staged(model, PARTS[part]), *vectors(3), recomputed=True), expected)
 

@@ -7,6 +7,7 @@ from pipeline.partition import manual
 
 def test_a_manual_cut_is_taken_as_it_is():
     assert manual([1, 4, 2], list("abcdefg"), 3) == (1, 4, 2)
+    assert manual([3, 0, 4], list("abcdefg"), 3) == (3, 0, 4)
 
 
 def test_a_stage_can_be_named_by_its_first_layer():
@@ -20,8 +21,9 @@ def test_a_stage_can_be_named_by_its_first_layer():
         ([], "names 0 stages, the schedule has 2: give 2 numbers that add up to 5"),
         ([5], "names 1 stages, the schedule has 2"),
         ([1, 2, 2], "names 3 stages, the schedule has 2"),
-        ([0, 5], "leaves a stage empty"),
-        ([6, -1], "leaves a stage empty"),
+        ([0, 5], r"partition.layers=\[0, 5\] leaves an end empty or takes layers away: give the first and the last"),
+        ([5, 0], "leaves an end empty"),
+        ([6, -1], "leaves an end empty or takes layers away"),
         ([2, 2], r"partition.layers=\[2, 2\] adds up to 4, the model has 5 layers"),
         ([3, 3], "adds up to 6, the model has 5 layers"),
         ([1, "two"], "mixes numbers and names: give how many layers each stage holds, or its first one"),

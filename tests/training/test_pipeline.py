@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline import Pipeline
+from pipeline import Microbatched, Pipeline
 from pipeline.engine.executor import ActionError
 from pipeline.schedule.actions import Action, ActionType
 from pipeline.schedule.schedule import Schedule
@@ -111,6 +111,26 @@ def test_one_pipeline_takes_batches_of_every_shape():
         inputs, targets = batch(*shape)
         assert torch.allclose(pipe.step(inputs, targets), plain_step(plain, inputs, targets, by_token), rtol=1e-12)
     assert_equal_gradients(ours, plain)
+
+
+def test_short_batches_and_microbatches_of_their_own_shapes():
+    """Three samples in four microbatches; then sentences of another length in each."""
+    ours, plain = model(), model()
+    pipe = pipeline_of(ours, by_token, schedule="zb_h1")
+    inputs, targets = batch(3, 2)
+    assert torch.allclose(pipe.step(inputs, targets), plain_step(plain, inputs, targets, by_token), rtol=1e-12)
+    assert torch.allclose(pipe.evaluate(inputs, targets), by_token(plain(inputs), targets), rtol=1e-12)
+    pieces = [batch(2, length, seed=length) for length in (3, 1, 4, 2)]
+    cut = [Microbatched(part) for part in zip(*pieces, strict=True)]
+    found = pipe.step(*cut)
+    tokens = sum(targets.numel() for _, targets in pieces)
+    expected = sum(by_token(plain(inputs), targets, reduction="sum") / tokens for inputs, targets in pieces)
+    expected.backward()
+    assert torch.allclose(found, expected, rtol=1e-12)
+    assert_equal_gradients(ours, plain)
+    assert torch.allclose(pipe.evaluate(*cut), expected, rtol=1e-12)
+    for outputs, (inputs, _) in zip(pipe.predict(cut[0]), pieces, strict=True):
+        assert torch.allclose(outputs, plain(inputs), rtol=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -544,7 +564,13 @@ def test_what_cannot_be_built(options, message):
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (batch(3)[0], batch(3)[1], "the batch has 3 samples and the pipeline 4 microbatches: .* microbatches=3"),
+        (batch(0)[0], batch(0)[1], "the batch is empty: give one sample or more"),
+        (
+            Microbatched(batch(8)[0].split(2)),
+            batch(8)[1],
+            r"inputs are cut as \[2, 2, 2, 2\] and targets as whole: cut both alike",
+        ),
+        (Microbatched(batch(8)[0].split(4)), Microbatched(batch(8)[1].split(4)), "cut into 2 microbatches, .* has 4"),
         (batch(8)[0], batch(7)[1], "the batch has 8 inputs and 7 targets"),
         (batch(8)[0], None, r"targets are no batch \(None\)"),
         ([1.0], batch(8)[1], r"inputs are no batch \(float\)"),
