@@ -17,7 +17,9 @@ from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, s
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-EXAMPLE = "examples.from_python"
+EXAMPLE = "tests.from_python"
+LEFT = {"train": "summary.json", "plan": "plan.json", "profile": "profile.json"}
+"""What a task leaves in its run directory."""
 SHORT = (
     "steps=1 batch_size=6 microbatches=3 log_every=1 data.validation_batches=1 logger=none "
     "hydra.run.dir={directory} hydra.sweep.dir={directory}"
@@ -32,6 +34,20 @@ def blocks(language: str) -> list[str]:
 def commands() -> list[str]:
     """Every command of the README that starts train.py."""
     return [command for command in started("python ", "torchrun ") if EXAMPLE not in command]
+
+
+def stories() -> list[list[str]]:
+    """The same commands, those that read what an earlier one left in its `hydra.run.dir=` together with it."""
+    found: list[list[str]] = []
+    for command in commands():
+        for story in found:
+            written = re.findall(r"hydra\.run\.dir=(\S+)", " ".join(story))
+            if any(f"={directory}" in command for directory in written):
+                story.append(command)
+                break
+        else:
+            found.append([command])
+    return found
 
 
 def started(*programs: str) -> list[str]:
@@ -61,15 +77,17 @@ def test_there_are_commands_to_run():
     assert len(found) >= 8
 
 
-@pytest.mark.parametrize("command", commands())
-def test_command(command: str, tmp_path: Path):
-    done = run(command, tmp_path / "run")
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    if "--help" in command or "--cfg" in command:
-        assert "schedule" in done.stdout
-    else:
-        left = "plan.json" if "task=plan" in command else "summary.json"
-        assert list((tmp_path / "run").rglob(left)), done.stdout
+@pytest.mark.parametrize("story", stories(), ids="\n".join)
+def test_command(story: list[str], tmp_path: Path):
+    for number, command in enumerate(story):
+        command = command.replace("=outputs/", f"={tmp_path}/")
+        done = run(command, tmp_path / f"run{number}")
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        if "--help" in command or "--cfg" in command:
+            assert "schedule" in done.stdout
+        else:
+            (task,) = re.findall(r"task=(\w+)", command) or ["train"]
+            assert list(tmp_path.rglob(LEFT[task])), done.stdout
 
 
 def test_refusal_is_the_one_shown(tmp_path: Path):
