@@ -61,7 +61,7 @@ class JobStatus(Callback):
         found = sorted(Path(config.hydra.sweep.dir).glob(f"*/{_FILE}"), key=lambda file: int(file.parent.name))
         jobs = [json.loads(file.read_text()) for file in found]
         failed = [job for job in jobs if job["status"] == "failed"]
-        _compare_plans(Path(config.hydra.sweep.dir))
+        _report(Path(config.hydra.sweep.dir), len(jobs))
         print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs finished: {config.hydra.sweep.dir}")
         everywhere = set.intersection(*(set(job["overrides"]) for job in jobs)) if jobs[1:] else set()
         for job in failed:
@@ -81,20 +81,20 @@ def _write_status(directory: Path, number: int, job_return: JobReturn, error: Ba
     (directory / _FILE).write_text(json.dumps(status, indent=2) + "\n")
 
 
-def _compare_plans(sweep: Path) -> None:
-    """After `-m task=plan`: one table, and one picture of makespan against memory."""
-    files = sorted(sweep.glob("*/plan.json"), key=lambda file: int(file.parent.name))
-    if len(files) < 2:
+def _report(sweep: Path, jobs: int) -> None:
+    """What the sweep's runs or plans say side by side. Whatever becomes of it, the sweep's end is said."""
+    if jobs < 2 or not is_recording_rank():
         return
-    from rich.console import Console  # with matplotlib: only sweeps of plans wait for them
+    from rich.console import Console  # with the report: only sweeps wait for them
 
-    from pipeline.report.pareto import comparison_table, draw_pareto
+    from pipeline.report.write import write_report
 
-    plans = [json.loads(file.read_text()) for file in files]
-    Console().print(comparison_table(plans))
-    pictures = [sweep / "comparison.png", sweep / "comparison.svg"]
-    draw_pareto(pictures, plans)
-    print(f"makespan against memory: {pictures[0]}")
+    try:
+        write_report([sweep], sweep, Console())
+    except ValueError as error:
+        _log.warning("no comparison: %s", error)
+    except Exception:
+        _log.warning("the runs could not be compared; python -m pipeline.report %s tries again", sweep, exc_info=True)
 
 
 def _told_elsewhere(error: BaseException) -> bool:

@@ -38,6 +38,7 @@ SUMMARY = [
     *(
         "samples_per_second",
         "step_seconds",
+        "step_quartiles",
         "bubble_predicted",
         "bubble_measured",
         "bubble_source",
@@ -57,7 +58,7 @@ SUMMARY = [
 ]
 MEASURED = {
     *("samples_per_second", "step_seconds", "step_seconds_predicted", "bubble_measured", "ranks", "idle", "profiled"),
-    *("bubble_span_measured", "bubble_span_predicted", "tflops_per_second"),
+    *("bubble_span_measured", "bubble_span_predicted", "tflops_per_second", "step_quartiles"),
 }
 """What no two runs have in common."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -243,6 +244,13 @@ def test_a_sweep_runs_them_all(sweep: Ran) -> None:
     losses = [summary["train_loss"] for summary in summaries]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
     assert [json.loads(sweep.file(f"{n}/status.json").read_text())["job"] for n in range(3)] == [0, 1, 2]
+
+
+def test_a_sweep_ends_with_a_comparison(sweep: Ran) -> None:
+    assert "1  gpipe" in sweep.out
+    table = sweep.file("comparison.csv").read_text().splitlines()
+    assert [line.split(",")[1] for line in table] == ["name", "gpipe", "1f1b", "interleaved_1f1b"]
+    assert "| 3 | interleaved\\_1f1b |" in sweep.file("comparison.md").read_text()
 
 
 @pytest.fixture(scope="module")

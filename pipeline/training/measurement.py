@@ -112,6 +112,7 @@ class Measurement:
             bubble_span_measured=common.bubble_span,
             idle=common.idle,
             skipped_steps=skipped_steps,
+            step_quartiles=_quartiles(self._seconds),
         )
 
     def _side_by_side(self, rows: Sequence[Sequence[Event]]) -> Sequence[Sequence[Event]]:
@@ -155,3 +156,10 @@ class Measurement:
             peak_activation_bytes_predicted=None if predicted is None else predicted[rank.rank],
             peak_memory_bytes=None if self._shared_memory else peak_memory_bytes(rank.placement.device),
         )
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float] | None:
+    if len(values) < 2:
+        return None
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third

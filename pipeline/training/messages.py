@@ -77,7 +77,8 @@ class Prediction:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The end of a run that went well. `events` are those of one typical step, one row a rank, in seconds; `idle` are
-    each rank's seconds in the middling steps."""
+    each rank's seconds in the middling steps. `step_seconds` is the steps' median, and a quarter of them was shorter,
+    a quarter longer, than `step_quartiles`: None of a single step."""
 
     train_loss: float
     validation_loss: float | None
@@ -91,6 +92,7 @@ class Finished:
     bubble_span_measured: float | None = None
     idle: tuple[Idle, ...] = ()
     skipped_steps: int = 0
+    step_quartiles: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

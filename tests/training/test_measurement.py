@@ -69,6 +69,8 @@ def test_the_end_tells_of_the_median_step():
     assert bubbles == pytest.approx([0.8, 0.0, 0.25])
     assert [(event.start, event.end) for event in finished.events[0]] == [(0.0, 1.0), (2.0, 4.0)]
     assert (finished.step_seconds, finished.samples_per_second) == (2.0, 2.0)
+    assert finished.step_quartiles == (1.5, 2.5)
+    assert measured_alone(long)[0].step_quartiles is None
     assert finished.bubble_measured == pytest.approx(0.25)
     assert (finished.train_loss, finished.validation_loss, finished.seconds) == (1.5, None, 9.0)
 
