@@ -228,12 +228,19 @@ def _runs(sequence: nn.Sequential) -> Iterator[Piece]:
     run: OrderedDict[str, nn.Module] = OrderedDict()
     for key, child in sequence._modules.items():
         assert child is not None, "nn.Sequential takes modules"
-        if any(True for _ in child.parameters()) and any(True for part in run.values() for _ in part.parameters()):
+        if run and _apart(list(run.values()), child):
             yield _run(run)
             run = OrderedDict()
         run[key] = child
     if run:
         yield _run(run)
+
+
+def _apart(run: Sequence[nn.Module], child: nn.Module) -> bool:
+    """Whether `child` begins another layer: where named values come or go a module is one by itself."""
+    if any(getattr(module, way, ()) for module in (*run, child) for way in ("takes", "gives")):
+        return True
+    return any(True for _ in child.parameters()) and any(True for part in run for _ in part.parameters())
 
 
 def _run(run: Mapping[str, nn.Module]) -> Piece:

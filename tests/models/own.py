@@ -81,6 +81,28 @@ def twice() -> nn.Sequential:
     return nn.Sequential(linear, nn.ReLU(), nn.Linear(4, 4), linear)
 
 
+class Given(nn.Linear):
+    """Returns its input too."""
+
+    gives = ("skip",)
+
+    def forward(self, value: Tensor) -> Any:
+        return super().forward(value), value
+
+
+class Added(nn.Module):
+    """Adds what was given."""
+
+    takes = ("skip",)
+
+    def forward(self, value: Tensor, skip: Tensor) -> Tensor:
+        return value + skip
+
+
+def bare_sum() -> nn.Sequential:
+    return nn.Sequential(Given(4, 4), nn.Tanh(), nn.Linear(4, 4), Added(), nn.Tanh())
+
+
 def listed() -> list[nn.Module]:
     return [nn.Linear(4, 4), nn.Linear(4, 2)]
 

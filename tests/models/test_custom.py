@@ -17,7 +17,7 @@ from models.model import Model
 from pipeline.engine.materialize import materialize
 from tests.engine.harness import assert_equal_outcomes, pipelined, plain_loop, settings_for
 from tests.engine.samples import vectors
-from tests.models.own import Scaled, Tagger, perceptron, twice
+from tests.models.own import Scaled, Tagger, bare_sum, perceptron, twice
 
 OWN = "tests.models.own"
 
@@ -136,6 +136,23 @@ def test_one_module_in_two_places_learns_as_one() -> None:
     gradient = module[0].weight.grad
     assert gradient is not None
     torch.testing.assert_close(found.gradients["3.weight"], gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_in_a_sequence_what_takes_or_gives_is_a_layer_by_itself() -> None:
+    model = own("bare_sum")
+    assert [(layer.name, layer.takes, layer.gives) for layer in model.layers] == [
+        ("0", (), ("skip",)),
+        ("1", (), ()),
+        ("3", ("skip",), ()),
+        ("4", (), ()),
+    ]
+    vectors, classes = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4
+    found = pipelined(settings_for("1f1b", 4, 3, 6), model, vectors, classes)
+    torch.manual_seed(0)
+    given, _, linear, _, _ = bare_sum().double()
+    value, skip = given(vectors.double())
+    nn.functional.cross_entropy((linear(value.tanh()) + skip).tanh(), classes).backward()
+    torch.testing.assert_close(found.gradients["0.weight"], given.weight.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_lists_and_models_are_taken() -> None:
