@@ -69,13 +69,11 @@ def load(checkpoint: Checkpoint, rank: Rank, *, optimizer: bool) -> None:
     Raises:
         DamagedCheckpointError: a file isn't what was written.
     """
-    places: dict[str, list[Tensor]] = {}
-    for name, tensor in rank.state_dict().items():
-        places.setdefault(_owner(rank, name), []).append(tensor)
+    # tied parameters of one rank are one
+    places = {_owner(rank, name): tensor for name, tensor in rank.state_dict().items()}
     with torch.no_grad():
         for name, value in checkpoint.read("model", places):
-            for place in places[name]:
-                place.copy_(value)
+            places[name].copy_(value)
     rank.masters.round()
     if optimizer and rank.optimizer is not None:
         parameters = _trained(rank)
